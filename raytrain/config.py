@@ -1,0 +1,260 @@
+"""The schema of a run: every key, what it means, and what it may be.
+
+A config is read once and never changes. The docstring under a field is what `--help` prints. Validators
+check and never change a value; what follows from the values is computed in `plan` and `schedule`. This
+module loads neither torch nor ray, so that a mistake in a config is answered at once.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = float  # 0 to 1; the bounds stand beside each field
+
+
+class Section(BaseModel):
+    """One part of the config. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """Where a run lives, and its seed."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run, and of its directory. None: the config's name and the time."""
+    storage_path: Path = Path("runs")
+    """Directory that holds run directories; on a cluster, one that all nodes share."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Fixes initial weights, sample order and augmentation."""
+
+
+class Data(Section):
+    """Which images, and what is done to them."""
+
+    source: Literal["digits", "folder"] = "folder"
+    """`digits`: scikit-learn's handwritten digits. `folder`: path/train/CLASS/* and path/val/CLASS/*."""
+    path: Path | None = None
+    """Root of the folder source."""
+    image_size: int = Field(224, ge=8, le=4096)
+    """Height and width of a training and evaluation image, pixels."""
+    train_crop: Literal["random_resized", "resize"] = "random_resized"
+    """`random_resized`: a random part of the image, resized. `resize`: as in evaluation, nothing random."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Least and greatest share of the image's area in a random crop."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Least and greatest width over height of a random crop."""
+    flip: float = Field(0.0, ge=0, le=1)
+    """Probability of a horizontal flip."""
+    color_jitter: tuple[float, float, float] | None = None
+    """Greatest relative change of brightness, contrast and saturation. None: off."""
+    eval_resize: int | None = Field(None, ge=8)
+    """Short side before the centre crop in evaluation, pixels. None: image_size (nothing is cropped but
+    what makes the image square)."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Mean of red, green and blue that is subtracted, on a scale of 0 to 1."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """Standard deviation of red, green and blue that is divided by."""
+    num_threads: int | None = Field(None, ge=1)
+    """Loader threads a worker. None: as many as the worker has CPUs."""
+    cache_path: Path = Path("~/.cache/raytrain")
+    """Directory of each node's own for data made ready to be read."""
+    num_train_images: int | None = Field(None, ge=2)
+    """Size of the training set for `--dry-run` where the data is not at hand. Training counts for itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        for key, low in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
+            if not 0 < low[0] <= low[1]:
+                raise ValueError(f"{key} must be two positive numbers, the smaller first, not {list(low)}")
+        if self.crop_scale[1] > 1:
+            raise ValueError(f"crop_scale is a share of the image's area, at most 1, not {self.crop_scale[1]}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, not {list(self.std)}")
+        if self.color_jitter is not None and not all(0 <= j <= 1 for j in self.color_jitter):
+            raise ValueError(f"color_jitter must lie within 0 and 1, not {list(self.color_jitter)}")
+        if self.eval_resize is not None and self.eval_resize < self.image_size:
+            raise ValueError(
+                f"eval_resize {self.eval_resize} is smaller than image_size {self.image_size}: "
+                "the centre crop would not fit"
+            )
+        return self
+
+
+class Model(Section):
+    """The network."""
+
+    name: str = "resnet50"
+    """Any classification model of torchvision, by the name that torchvision.models.list_models() gives."""
+    zero_init_residual: bool = True
+    """Start each residual block as the identity (arXiv 1706.02677), where the model has that option."""
+
+
+class Optim(Section):
+    """The optimizer."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """`sgd`: with Nesterov momentum. `adamw`: decoupled weight decay (arXiv 1711.05101)."""
+    base_lr: float = Field(0.1, gt=0)
+    """Learning rate at `schedule.base_batch_size`; the peak follows by `schedule.lr_scaling`."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of SGD."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay of weights; biases and normalisation layers have none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optim":
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0; set optim.nesterov=false")
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas must lie within 0 and 1, not {list(self.betas)}")
+        return self
+
+
+class Schedule(Section):
+    """The learning rate as a function of the step."""
+
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the peak grows with global_batch_size / base_batch_size."""
+    base_batch_size: int = Field(256, ge=1)
+    """Global batch size at which the peak equals base_lr."""
+    warmup_epochs: float = Field(5.0, ge=0)
+    """Epochs of linear warm-up from near zero to the peak."""
+    decay: Literal["cosine", "multistep", "constant"] = "cosine"
+    """What follows the warm-up."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate of the last step under cosine decay."""
+    milestones: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """Epochs at which multistep decay multiplies by gamma."""
+    gamma: float = Field(0.1, gt=0, le=1)
+    """Factor of multistep decay."""
+
+
+class Train(Section):
+    """Length, batch sizes, precision."""
+
+    epochs: int = Field(90, ge=1)
+    """Passes over the training set."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps of the run, in place of `epochs`; the schedule fits itself to it. None: off."""
+    global_batch_size: int = Field(256, ge=2)
+    """Images an optimizer step, over all workers."""
+    micro_batch_size: int = Field(64, ge=2)
+    """Images a forward pass: what batch norm sees together, and what a worker must hold at once."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the forward and backward pass. `auto`: bf16 where the device computes in it, else fp16 on GPUs and
+    fp32 on CPUs. Evaluation is always in fp32."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Label smoothing of the training loss (arXiv 1512.00567)."""
+    clip_grad_norm: float | None = Field(None, gt=0)
+    """Greatest L2 norm of the whole gradient; longer ones are scaled down to it. None: off."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Decay a step of an exponential moving average of weights and buffers, which is then what is
+    evaluated and exported. None: off."""
+    eval_every_epochs: int = Field(1, ge=1)
+    """Evaluate after every so many epochs, and at the end."""
+    log_every: int = Field(10, ge=1)
+    """Steps between logged training metrics."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Train":
+        batch, micro = self.global_batch_size, self.micro_batch_size
+        if batch % micro:
+            below, above = batch // micro * micro, -(-batch // micro) * micro
+            sizes = " or ".join(str(size) for size in (below, above) if size)
+            raise ValueError(
+                f"global_batch_size {batch} is no multiple of micro_batch_size {micro}; "
+                f"the nearest that are: {sizes}"
+            )
+        return self
+
+
+class Comm(Section):
+    """How gradients are reduced over the workers."""
+
+    reduction: Literal["float", "exact"] = "float"
+    """`float`: DistributedDataParallel's sums. `exact`: integer sums, the same bits for any number of workers
+    with the same number of CPUs each."""
+    bucket_cap_mb: float = Field(25.0, gt=0)
+    """Size of DistributedDataParallel's buckets, MiB; float reduction only."""
+
+
+class Scaling(Section):
+    """The workers. Changes the speed of a run, not its result."""
+
+    num_workers: int = Field(1, ge=1)
+    """Training processes, one a GPU, or on CPUs sharing the cores."""
+    use_gpu: bool | None = None
+    """Train on GPUs. None: if the cluster has any."""
+    cpus_per_worker: int | None = Field(None, ge=1)
+    """CPUs of a worker, and its number of compute threads. None: an even share of the cluster's."""
+
+
+class Checkpoint(Section):
+    """What is saved, and kept."""
+
+    every_epochs: int | None = Field(1, ge=1)
+    """Save after every so many epochs. None: off. The end of a run is always saved."""
+    every_steps: int | None = Field(None, ge=1)
+    """Save after every so many steps. None: off."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints to keep."""
+    keep_best: int = Field(1, ge=0)
+    """Checkpoints with the best val/top1 to keep, beside the newest."""
+
+
+class Tracking(Section):
+    """MLflow."""
+
+    enabled: bool = True
+    """Record the run in MLflow. The run directory has everything in any case."""
+    uri: str | None = None
+    """Tracking server or store. None: MLFLOW_TRACKING_URI, else mlflow.db in the launch directory."""
+    experiment: str = Field("raytrain", min_length=1)
+    """MLflow experiment."""
+    system_metrics: bool = True
+    """CPU, memory, disk, network and GPU use of rank 0's machine."""
+    log_model: bool = True
+    """Store the trained model, ready for mlflow.pyfunc, when the run is done."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: Run = Run()
+    data: Data = Data()
+    model: Model = Model()
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    comm: Comm = Comm()
+    scaling: Scaling = Scaling()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        micro_batches = self.train.global_batch_size // self.train.micro_batch_size
+        if self.scaling.num_workers > micro_batches:
+            raise ValueError(
+                f"scaling.num_workers {self.scaling.num_workers} is more than the {micro_batches} micro-batches of "
+                f"{self.train.micro_batch_size} that a step has; take at most {micro_batches} workers, or a smaller "
+                f"train.micro_batch_size (it changes what batch norm sees)"
+            )
+        if self.train.max_steps is None and self.schedule.warmup_epochs >= self.train.epochs:
+            raise ValueError(
+                f"schedule.warmup_epochs {self.schedule.warmup_epochs:g} must be less than train.epochs "
+                f"{self.train.epochs}: no step would be left for the decay"
+            )
+        return self
+
+
+RECIPE_SECTIONS = ("data", "model", "optim", "schedule", "train", "comm")
+"""The sections that fix a run's mathematics; the others may change when a run is resumed."""
+SPEED_KEYS = ("data.path", "data.num_threads", "data.cache_path", "data.num_train_images", "comm.bucket_cap_mb", "train.log_every")
+"""Keys inside those sections that may change too."""

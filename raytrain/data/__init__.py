@@ -1,0 +1,2 @@
+"""Images: which exist (`source`), in what order (`order`), how a file becomes pixels (`decode`), what is done
+to them (`augment`), and the threads that do it beside the step (`loader`)."""

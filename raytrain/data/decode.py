@@ -1,0 +1,21 @@
+"""From an encoded image to pixels."""
+
+import io
+
+from PIL import Image
+
+from raytrain.errors import DataError
+
+
+def decode(encoded: bytes | memoryview, name: str) -> Image.Image:
+    """Decodes JPEG, PNG, BMP or WebP to mode RGB, or L where the image is grey.
+
+    Raises:
+        DataError: names the image and the reason.
+    """
+    try:
+        image = Image.open(io.BytesIO(encoded))
+        image.load()
+        return image if image.mode in ("L", "RGB") else image.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and its own
+        raise DataError(f"cannot decode image {name}: {error}; repair or remove it") from error

@@ -1,0 +1,65 @@
+"""What a config works out to, for a person and for MLflow's parameters."""
+
+from collections import Counter
+from typing import Any
+
+from raytrain.config import Config
+from raytrain.plan import Plan, deal, idle_fraction, make_plan
+from raytrain.schedule import make_schedule
+
+
+def derived(config: Config, num_images: int) -> dict[str, Any]:
+    """Derived values by name; numbers only.
+
+    Raises:
+        ConfigError: recipe and data do not fit each other.
+    """
+    plan = make_plan(config.train, num_images)
+    schedule = make_schedule(config, plan)
+    micro_batches = len(plan.micro_batches(0))
+    most = len(deal(micro_batches, config.scaling.num_workers)[0])
+    return {
+        "num_train_images": num_images,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "total_steps": plan.total_steps,
+        "warmup_steps": schedule.warmup_steps,
+        "micro_batches_per_step": micro_batches,
+        "max_images_per_worker_step": most * config.train.micro_batch_size,
+        "peak_lr": schedule.peak,
+    }
+
+
+def dry_run_text(config: Config, num_images: int) -> str:
+    """What `--dry-run` prints beside the config.
+
+    Raises:
+        ConfigError: recipe and data do not fit each other.
+    """
+    plan = make_plan(config.train, num_images)
+    schedule = make_schedule(config, plan)
+    workers, micro_batches = config.scaling.num_workers, config.train.global_batch_size // config.train.micro_batch_size
+    hands = [len(hand) for hand in deal(micro_batches, workers)]
+    idle = idle_fraction(micro_batches, workers)
+    lines = [
+        ("images", f"{num_images:,} for training, {plan.steps_per_epoch:,} steps per epoch, {_last_step(plan)}"),
+        ("length", f"{plan.total_steps:,} steps, {plan.total_steps / plan.steps_per_epoch:.6g} epochs"),
+        ("step", f"{config.train.global_batch_size:,} images in {micro_batches} micro-batches of {config.train.micro_batch_size}"),
+        ("workers", f"{workers}, with {_hands(hands)} a step; {idle:.0%} of their time lost to uneven shares"),
+        ("learning rate", f"peak {schedule.peak:g}, {schedule.warmup_steps:,} warm-up steps, then {schedule.decay} "
+                          f"to {schedule(plan.total_steps - 1):g}"),
+    ]
+    return "\n".join(f"{name:<14} {text}" for name, text in lines)
+
+
+def _hands(hands: list[int]) -> str:
+    counts = sorted(Counter(hands).items(), reverse=True)
+    if len(counts) == 1:
+        return f"{hands[0]} micro-batch{'es' if hands[0] > 1 else ''} a worker"
+    if len(hands) <= 8:
+        return f"{'/'.join(str(hand) for hand in hands)} micro-batches a worker"
+    return " and ".join(f"{micro_batches} micro-batches on {workers} workers" for micro_batches, workers in counts)
+
+
+def _last_step(plan: Plan) -> str:
+    sizes = [len(part) for part in plan.micro_batches(plan.steps_per_epoch - 1)]
+    return f"the last of {sum(sizes):,} images in micro-batches of {'/'.join(str(size) for size in sorted(set(sizes)))}"

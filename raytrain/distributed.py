@@ -1,0 +1,67 @@
+"""Which process this is, on which device, and the collectives that the rest uses."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+
+from raytrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process of a run. With `world_size` 1 there need be no process group."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    stop_requested: Callable[[], int] = lambda: 0
+    """The number of the signal that asks the run to end after the present step, or 0. Each rank may say so."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over all ranks, in place. All ranks must call."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Takes the greatest over all ranks, in place. All ranks must call."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called."""
+        self.sum(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op)
+        return tensor
+
+
+def torchrun_runtime(use_gpu: bool | None) -> Runtime:
+    """Joins the process group that torchrun's environment describes. All its processes must call."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if use_gpu else "gloo")
+    return Runtime(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """What `auto` means on a device: bf16 where it computes in it, else fp16 on GPUs and fp32 on CPUs."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"  # noqa: SLF001
+
+
+def check_precision(precision: str, device_type: str) -> None:
+    """Raises ConfigError where a device cannot train in a precision."""
+    if precision == "fp16" and device_type == "cpu":
+        raise ConfigError("train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32")

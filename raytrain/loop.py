@@ -1,0 +1,237 @@
+"""The training loop, from a config to the last checkpoint. It knows torch; not Ray, not MLflow."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.nn import functional
+
+from raytrain import checkpoint
+from raytrain.comm import Totals
+from raytrain.commandline import dump
+from raytrain.config import Config
+from raytrain.data.loader import StepBatches, eval_batches, train_batches
+from raytrain.data.source import Sources
+from raytrain.distributed import Runtime, resolve_precision
+from raytrain.errors import NonFiniteError, StoppedError
+from raytrain.evaluation import evaluate
+from raytrain.plan import make_plan
+from raytrain.recorder import Recorder
+from raytrain.schedule import make_schedule
+from raytrain.state import Progress, TrainState
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, recorder: Recorder) -> Progress:
+    """Trains to the end, from the newest valid checkpoint in the folder where there is one. All ranks must call.
+
+    Args:
+        config: the run.
+        runtime: this process.
+        sources: the training and the validation set.
+        folder: of the run's checkpoints, one that all ranks see.
+        recorder: takes the metrics, on rank 0.
+
+    Raises:
+        ConfigError: recipe and data do not fit each other.
+        DataError: an image cannot be read.
+        CheckpointError: the checkpoint is of another recipe.
+        RunError: a checkpoint cannot be written; on rank 0.
+        NonFiniteError: a loss is not finite; on all ranks.
+        StoppedError: a rank was asked to stop; on all ranks, after a checkpoint.
+    """
+    plan = make_plan(config.train, len(sources.train.labels))
+    learning_rate = make_schedule(config, plan)
+    precision = resolve_precision(config.train.precision, runtime.device)
+    num_classes = len(sources.train.class_names)
+    num_threads = config.data.num_threads or torch.get_num_threads()
+
+    state = TrainState(config, num_classes, runtime, precision)
+    if (path := _agree_on_checkpoint(folder, runtime, recorder)) is not None:
+        state.load(path)
+        recorder.note(f"resuming after step {state.progress.step} from {path}")
+    recorder.start(state.progress.step)
+
+    progress, every = state.progress, config.checkpoint
+    steps = range(progress.step, plan.total_steps)
+    batches = train_batches(
+        sources.train, config.data, plan, config.run.seed, runtime.rank, runtime.world_size, steps.start, num_threads,
+        runtime.device,
+    )
+    window = Window()
+    for step in steps:
+        own = window.wait_for(batches)
+        micro_batches = plan.micro_batches(step)
+        images = micro_batches[-1].stop - micro_batches[0].start
+        lr = learning_rate(step - progress.skipped_steps)
+
+        totals = compute_gradients(config, state, own, len(micro_batches), images, step, precision, runtime)
+        state.batchnorm.update(totals.batchnorm / len(micro_batches), step + 1)
+        applied = update(state, lr, config.train.clip_grad_norm)
+        progress.step, progress.metrics = step + 1, {}
+        progress.skipped_steps += not applied
+        window.add(step, lr, images, totals)
+
+        is_last = progress.step == plan.total_steps
+        epoch = progress.step / plan.steps_per_epoch
+        eval_due = is_last or epoch % config.train.eval_every_epochs == 0
+        save_due = is_last or _is_multiple(epoch, every.every_epochs) or _is_multiple(progress.step, every.every_steps)
+        log_due = eval_due or save_due or progress.step % config.train.log_every == 0
+        stopping = window.check() if log_due or runtime.device.type == "cpu" else False
+        if not (log_due or stopping):
+            continue
+
+        progress.train_seconds += window.seconds()
+        recorder.metrics(progress.step, {"epoch": epoch, **window.metrics()})
+        if eval_due:
+            own_batches = eval_batches(
+                sources.val, config.data, config.train.micro_batch_size, runtime.rank, runtime.world_size, num_threads,
+                runtime.device,
+            )
+            progress.take_score(evaluate(state.evaluated, own_batches, num_classes, runtime))
+            recorder.metrics(progress.step, progress.metrics)
+        if (save_due or stopping) and runtime.rank == 0:
+            description = {
+                "epoch": epoch, "images_seen": plan.images_seen(progress.step), "precision": precision,
+                "class_names": list(sources.train.class_names), "config": dump(config),
+            }
+            state.save(folder, description)
+            checkpoint.prune(folder, every.keep_last, every.keep_best)
+        if stopping and not is_last:
+            raise StoppedError(
+                f"stopped after step {progress.step} of {plan.total_steps}; its checkpoint is in {folder}",
+                runtime.stop_requested() or signal.SIGTERM,
+            )
+        window = Window()
+    return progress
+
+
+def compute_gradients(
+    config: Config, state: TrainState, own: StepBatches, micro_batches: int, images: int, step: int, precision: str,
+    runtime: Runtime,
+) -> Totals:
+    """Leaves the gradient of the mean loss over the step's images in the parameters. All ranks must call.
+
+    Args:
+        config: the run.
+        state: its network and reduction.
+        own: this rank's micro-batches.
+        micro_batches: how many the step has over all ranks.
+        images: how many the step has over all ranks.
+        step: its number.
+        precision: "fp32", "bf16" or "fp16".
+        runtime: this process.
+    """
+    dtype = AUTOCAST_DTYPES.get(precision)
+    while True:
+        factor = state.reduction.begin(micro_batches) / images
+        for number, batch in enumerate(own.batches, own.first):
+            # what a network draws at random, as in dropout, follows from the micro-batch, not from who computes it
+            torch.manual_seed(int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0]))
+            with state.reduction.micro_batch(last=number + 1 == own.first + len(own.batches)):
+                with torch.autocast(runtime.device.type, dtype, enabled=dtype is not None):
+                    logits = state.reduction.module(batch.images)
+                loss = functional.cross_entropy(
+                    logits, batch.labels, reduction="sum", label_smoothing=config.train.label_smoothing
+                )
+                state.scaler.scale(loss * factor).backward()
+            state.reduction.add(loss.detach())
+        totals = state.reduction.finish(runtime.stop_requested())
+        if totals is not None:
+            return totals
+
+
+def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> bool:
+    """Applies the gradients, and moves the moving average after them.
+
+    Returns:
+        False where the gradients overflowed float16 and nothing was applied. With float16 this waits for the device;
+        a scaler that is not enabled never does.
+    """
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    if clip_grad_norm is not None:
+        state.scaler.unscale_(state.optimizer)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip_grad_norm)
+    scale = state.scaler.get_scale()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    applied = state.scaler.get_scale() >= scale
+    if state.ema is not None and applied:
+        state.ema.update_parameters(state.model)
+    return applied
+
+
+class Window:
+    """The steps since metrics were last logged. Their tensors stay on the device until `check` reads them."""
+
+    def __init__(self) -> None:
+        self._started, self._waited = time.perf_counter(), 0.0
+        self._images, self._loss, self._lr = 0, 0.0, 0.0
+        self._unread: list[tuple[int, float, Totals]] = []
+
+    def wait_for(self, batches: Iterator[StepBatches]) -> StepBatches:
+        """The next of the batches; the time it takes is time in which data held training back."""
+        start = time.perf_counter()
+        own = next(batches)
+        self._waited += time.perf_counter() - start
+        return own
+
+    def add(self, step: int, lr: float, images: int, totals: Totals) -> None:
+        """Takes in a step."""
+        self._images += images
+        self._lr = lr
+        self._unread.append((step, lr, totals))
+
+    def check(self) -> bool:
+        """Reads the steps taken in, which waits for the device.
+
+        Returns:
+            Whether a rank was asked to stop. The same on all ranks.
+
+        Raises:
+            NonFiniteError: a loss was not finite. On all ranks.
+        """
+        stop = False
+        for step, lr, totals in self._unread:
+            if totals.bad.any():
+                ranks = ", ".join(str(rank) for rank in totals.bad.nonzero().flatten().tolist())
+                raise NonFiniteError(
+                    f"the loss is not finite at step {step} on rank {ranks}, learning rate {lr:.6g}; "
+                    "lower optim.base_lr, lengthen schedule.warmup_epochs or set train.clip_grad_norm"
+                )
+            self._loss += float(totals.loss)
+            stop = stop or bool(totals.stop)
+        self._unread.clear()
+        return stop
+
+    def seconds(self) -> float:
+        """Since the window was opened."""
+        return time.perf_counter() - self._started
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the window, which must have been checked."""
+        seconds = self.seconds()
+        return {
+            "train/loss": self._loss / self._images,
+            "train/lr": self._lr,
+            "perf/images_per_second": self._images / seconds,
+            "perf/data_wait_fraction": self._waited / seconds,
+        }
+
+
+def _agree_on_checkpoint(folder: Path, runtime: Runtime, recorder: Recorder) -> Path | None:
+    """The newest valid checkpoint, which rank 0 looks for. All ranks must call."""
+    found = [checkpoint.newest_valid(folder, recorder.warn) if runtime.rank == 0 else None]
+    if runtime.world_size > 1:
+        dist.broadcast_object_list(found, device=runtime.device)
+    return found[0]
+
+
+def _is_multiple(value: float, of: int | None) -> bool:
+    return of is not None and value % of == 0

@@ -1,0 +1,67 @@
+"""Where the loop's metrics go: first to the run directory, then to whoever else listens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+Listener = Callable[[dict[str, Any]], None]
+"""Takes {"kind": "metrics", "step": int, "metrics": {...}} or {"kind": "warning" | "note", "text": str}."""
+
+
+class Recorder:
+    """Takes a run's metrics on rank 0. Without a file it only tells its listeners; other ranks have neither.
+
+    Args:
+        path: metrics.jsonl, one object a line: {"step": 45, "train/loss": 0.7, ...}.
+        listeners: must not raise, and must not wait.
+    """
+
+    def __init__(self, path: Path | None = None, *listeners: Listener) -> None:
+        self._path, self._listeners = path, listeners
+        self._file: TextIO | None = None
+
+    def start(self, step: int) -> None:
+        """Opens the file, without what a process recorded after `step` that died before it saved."""
+        if self._path is None:
+            return
+        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Records metrics after so many steps."""
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._tell({"kind": "metrics", "step": step, "metrics": metrics})
+
+    def warn(self, text: str) -> None:
+        """Shows a warning to the user."""
+        self._tell({"kind": "warning", "text": text})
+
+    def note(self, text: str) -> None:
+        """Shows what is being done to the user."""
+        self._tell({"kind": "note", "text": text})
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl; a last line that was cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

@@ -1,0 +1,205 @@
+"""The run directory, which is the truth about a run, and the run in MLflow, which is a view of it.
+
+    runs/NAME/
+        config.yaml      the resolved config
+        checkpoints/     see `checkpoint`
+        metrics.jsonl    every metric, a line each time some were logged
+        mlflow.json      which MLflow run this is
+        ray/             what Ray keeps of its own
+"""
+
+import json
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from raytrain import __version__, tracking
+from raytrain.checkpoint import Warn, best, load_state, load_weights, saved
+from raytrain.commandline import Request, build, changed_recipe, dump, flatten, read_yaml
+from raytrain.config import Config
+from raytrain.console import Console, duration
+from raytrain.describe import derived
+from raytrain.errors import ConfigError, RunError, StoppedError
+from raytrain.model import build_model
+from raytrain.recorder import read_metrics
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its workers need to know it."""
+
+    config: Config
+    path: Path
+    tracked: tracking.TrackedRun | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+
+def resolve(request: Request) -> tuple[Config, Path]:
+    """The config and the directory of the run that a command line asks for; creates nothing.
+
+    With --resume the run directory's config is what counts, with the command line's overrides laid over it.
+
+    Raises:
+        RunError: the run exists and was not to be resumed, or is to be resumed and does not exist.
+        ConfigError: an override would change the recipe of a run that has begun.
+    """
+    storage = request.config.run.storage_path.expanduser().absolute()
+    name = request.config.run.name
+    if "--resume" not in request.flags:
+        name = name or f"{request.config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if (storage / name).exists():
+            raise RunError(f"run {name} exists already in {storage}; continue it with --resume, or choose another run.name")
+        return request.config, storage / name
+    if name is None:
+        runs = sorted(storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            raise RunError(f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME")
+        name = runs[-1].parent.name
+    path = storage / name
+    if not (path / "config.yaml").exists():
+        raise RunError(f"no run {name} in {storage} to resume; start it without --resume")
+    values = read_yaml(path / "config.yaml")
+    old, new = (build(values, overrides, path / "config.yaml") for overrides in ({}, request.overrides))
+    if changed := changed_recipe(old, new):
+        raise ConfigError(
+            f"run {name} has begun with another recipe; leave these as they are or start a new run:\n  "
+            + "\n  ".join(changed)
+        )
+    return new, path
+
+
+def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) -> Run:
+    """Creates the run directory and the MLflow run, or sets both going again. One process calls.
+
+    Raises:
+        RunError: the directory cannot be written.
+        TrackingError: MLflow cannot be reached, or does not store.
+    """
+    is_new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        temporary = path / "config.yaml.tmp"
+        temporary.write_text(dump(config), encoding="utf-8")
+        temporary.replace(path / "config.yaml")
+        (path / "stop").unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
+    if not config.tracking.enabled:
+        return Run(config, path, None)
+    known = json.loads((path / "mlflow.json").read_text(encoding="utf-8")) if (path / "mlflow.json").exists() else {}
+    try:
+        tracked = tracking.start_run(
+            known.get("uri") or tracking.resolve_uri(config.tracking.uri, Path.cwd()),
+            config.tracking.experiment,
+            name=path.name,
+            params={**flatten(config), **derived(config, num_images)},
+            tags={**_versions(), **tags},
+            config=dump(config),
+            run_id=known.get("run_id"),
+        )
+    except BaseException:
+        if is_new:  # nothing has begun, and the name stays free
+            shutil.rmtree(path)
+        raise
+    (path / "mlflow.json").write_text(json.dumps(asdict(tracked)), encoding="utf-8")
+    return Run(config, path, tracked)
+
+
+def finish(run: Run, status: Status, warn: Warn) -> None:
+    """Brings into MLflow what the run directory has, and ends the run there. One process calls."""
+    if run.tracked is None:
+        return
+    tracking.log_curves(run.tracked, read_metrics(run.path / "metrics.jsonl"), warn)
+    files = {run.path / "config.yaml": "", run.path / "metrics.jsonl": ""}
+    kept = {checkpoint for checkpoint in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if checkpoint is not None}
+    files |= {checkpoint: f"checkpoints/{checkpoint.name}" for checkpoint in kept}
+    tracking.log_files(run.tracked, {path: place for path, place in files.items() if path.exists()}, warn)
+    if status == "FINISHED" and run.config.tracking.log_model:
+        _log_model(run, saved(run.checkpoints)[-1], warn)
+    tracking.finish_run(run.tracked, status, warn)
+
+
+@contextmanager
+def finishing(run: Run, console: Console) -> Iterator[None]:
+    """Ends the run as its body ends, and tells how it went. One process calls.
+
+    Raises:
+        BaseException: what its body raised.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except StoppedError:
+        finish(run, "KILLED", console.warn)
+        raise
+    except BaseException:
+        finish(run, "FAILED", console.warn)
+        raise
+    finish(run, "FINISHED", console.warn)
+    console.line(_summary(run, time.monotonic() - started))
+
+
+def with_workers(config: Config, num_workers: int) -> Config:
+    """The config for a number of workers that others have decided on.
+
+    Raises:
+        ConfigError: it cannot be that many.
+    """
+    return build(config.model_dump(), {"scaling.num_workers": num_workers}, "the config")
+
+
+def place_tags(world_size: int, device_type: str) -> dict[str, str]:
+    """Tags that tell where a run trains."""
+    return {"world_size": str(world_size), "device": device_type, "host": socket.gethostname()}
+
+
+def _summary(run: Run, seconds: float) -> str:
+    newest = saved(run.checkpoints)[-1]
+    state = load_state(newest)
+    progress, metrics = state["progress"], state["metrics"]
+    top5 = f", top-5 {metrics['val/top5']:.4f}" if "val/top5" in metrics else ""
+    lines = [
+        ("top-1", f"{metrics['val/top1']:.4f}{top5} on {metrics['val/samples']:.0f} images"),
+        ("best", f"{progress['best_top1']:.4f} after step {progress['best_step']}"),
+        ("time", f"{duration(seconds)}, of that {duration(progress['train_seconds'])} in steps"),
+        ("images/s", f"{state['images_seen'] / max(progress['train_seconds'], 1e-9):,.0f} over the whole run"),
+        ("checkpoint", str(newest)),
+    ]
+    if run.tracked is not None:
+        lines.append(("MLflow", _how_to_open(run.tracked.uri)))
+    return "\n".join(f"{name:<11}{text}" for name, text in lines)
+
+
+def _how_to_open(uri: str) -> str:
+    if uri == f"sqlite:///{Path.cwd() / 'mlflow.db'}":
+        return "mlflow ui"
+    return f"mlflow ui --backend-store-uri {uri}" if tracking.is_local(uri) else uri
+
+
+def _log_model(run: Run, path: Path, warn: Warn) -> None:
+    state = load_state(path)
+    network = build_model(run.config.model, run.config.data, len(state["class_names"]), seed=0)
+    network.body.load_state_dict(load_weights(path, "model" if run.config.train.ema_decay is None else "ema"))
+    example = np.zeros((2, run.config.data.image_size, run.config.data.image_size, 3), np.uint8)
+    tracking.log_model(run.tracked, network.eval(), example, state["class_names"], warn, step=state["step"])
+
+
+def _versions() -> dict[str, str]:
+    """Tags that tell which software a run was made with."""
+    versions = {f"version.{name}": metadata.version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
+    return {"version.raytrain": __version__, "version.python": platform.python_version(), **versions}
