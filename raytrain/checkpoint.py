@@ -31,7 +31,10 @@ Warn = Callable[[str], None]
 
 
 def save(
-    folder: Path, step: int, weights: Mapping[str, Mapping[str, torch.Tensor]], training: Mapping[str, Any],
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Mapping[str, torch.Tensor]],
+    training: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Path:
     """Writes a checkpoint; one process calls.
@@ -53,7 +56,9 @@ def save(
     for name, tensors in weights.items():
         for key, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise NonFiniteError(f"{name} {key} is not finite after step {step}; no checkpoint of it is written")
+                raise NonFiniteError(
+                    f"{name} {key} is not finite after step {step}; no checkpoint of it is written"
+                )
     final, temporary = folder / f"step_{step:08d}", folder / f"{_TEMPORARY}{step:08d}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -63,7 +68,10 @@ def save(
             safetensors.torch.save_file(contiguous, temporary / f"{name}.safetensors")
         torch.save(dict(training), temporary / "training.pt")
         _write_json(temporary / "state.json", {"format_version": FORMAT_VERSION, "step": step, **state})
-        _write_json(temporary / "manifest.json", {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())})
+        _write_json(
+            temporary / "manifest.json",
+            {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())},
+        )
         for path in (*temporary.iterdir(), temporary):
             _flush(path)
         shutil.rmtree(final, ignore_errors=True)  # only one that did not verify can bear the name
@@ -71,7 +79,9 @@ def save(
         _flush(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched") from error
+        raise RunError(
+            f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched"
+        ) from error
     return final
 
 
@@ -106,7 +116,9 @@ def load_state(path: Path) -> dict[str, Any]:
     """
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if state["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path} has format {state['format_version']}; this raytrain reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {path} has format {state['format_version']}; this raytrain reads {FORMAT_VERSION}"
+        )
     return state
 
 

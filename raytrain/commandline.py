@@ -53,7 +53,9 @@ def find_config(name: str) -> Path:
     shipped = {path.stem: path for path in _shipped_folder().glob("*.yaml")}
     if name not in shipped:
         hint = _nearest(name, shipped)
-        raise ConfigError(f"no config named {name}{hint}; there are {', '.join(sorted(shipped))}, or give a path to a .yaml")
+        raise ConfigError(
+            f"no config named {name}{hint}; there are {', '.join(sorted(shipped))}, or give a path to a .yaml"
+        )
     return shipped[name]
 
 
@@ -107,7 +109,9 @@ def changed_recipe(old: Config, new: Config) -> list[str]:
     """What differs between two configs and would change the mathematics, a line each."""
     before, after = flatten(old), flatten(new)
     keys = {*(key for key in before if key.split(".")[0] in RECIPE_SECTIONS), "run.seed"} - set(SPEED_KEYS)
-    return [f"{key}: {before[key]} -> {after[key]}" for key in before if key in keys and before[key] != after[key]]
+    return [
+        f"{key}: {before[key]} -> {after[key]}" for key in before if key in keys and before[key] != after[key]
+    ]
 
 
 def help_text(usage: str) -> str:
@@ -123,12 +127,25 @@ def help_text(usage: str) -> str:
         assert issubclass(model, BaseModel)
         lines.append(f"\n{section}: {(model.__doc__ or '').strip()}")
         for key, leaf in model.model_fields.items():
-            default = yaml.safe_dump(leaf.default if not isinstance(leaf.default, Path) else str(leaf.default),
-                                     default_flow_style=True).removesuffix("...\n").strip() \
-                if not isinstance(leaf.default, tuple) else str(list(leaf.default))
+            default = (
+                yaml.safe_dump(
+                    leaf.default if not isinstance(leaf.default, Path) else str(leaf.default),
+                    default_flow_style=True,
+                )
+                .removesuffix("...\n")
+                .strip()
+                if not isinstance(leaf.default, tuple)
+                else str(list(leaf.default))
+            )
             lines.append(f"  {section}.{key}={default}")
-            lines.append(textwrap.fill(" ".join((leaf.description or "").split()), 100, initial_indent="      ",
-                                       subsequent_indent="      "))
+            lines.append(
+                textwrap.fill(
+                    " ".join((leaf.description or "").split()),
+                    100,
+                    initial_indent="      ",
+                    subsequent_indent="      ",
+                )
+            )
     return "\n".join(lines)
 
 
@@ -143,7 +160,9 @@ def _override(word: str) -> tuple[str, Any]:
         raise ConfigError(f"{dotted}: cannot read the value {text!r}: {error}") from error
 
 
-def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]) -> str:
+def _explain(
+    location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]
+) -> str:
     dotted = ".".join(str(part) for part in location[:2])
     origin = "" if dotted in overrides else f" (in {where})"
     if fault["type"] == "extra_forbidden":

@@ -69,7 +69,9 @@ class Data(Section):
             if not 0 < low[0] <= low[1]:
                 raise ValueError(f"{key} must be two positive numbers, the smaller first, not {list(low)}")
         if self.crop_scale[1] > 1:
-            raise ValueError(f"crop_scale is a share of the image's area, at most 1, not {self.crop_scale[1]}")
+            raise ValueError(
+                f"crop_scale is a share of the image's area, at most 1, not {self.crop_scale[1]}"
+            )
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, not {list(self.std)}")
         if self.color_jitter is not None and not all(0 <= j <= 1 for j in self.color_jitter):
@@ -256,5 +258,12 @@ class Config(Section):
 
 RECIPE_SECTIONS = ("data", "model", "optim", "schedule", "train", "comm")
 """The sections that fix a run's mathematics; the others may change when a run is resumed."""
-SPEED_KEYS = ("data.path", "data.num_threads", "data.cache_path", "data.num_train_images", "comm.bucket_cap_mb", "train.log_every")
+SPEED_KEYS = (
+    "data.path",
+    "data.num_threads",
+    "data.cache_path",
+    "data.num_train_images",
+    "comm.bucket_cap_mb",
+    "train.log_every",
+)
 """Keys inside those sections that may change too."""

@@ -25,6 +25,11 @@ class Runtime:
         """Sums a tensor over all ranks, in place. All ranks must call."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Begins to sum a tensor over all ranks, in place; done when what it returns is called. All ranks must call."""
+        work = dist.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+        return work.wait if work is not None else lambda: None
+
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Takes the greatest over all ranks, in place. All ranks must call."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
@@ -64,4 +69,6 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 def check_precision(precision: str, device_type: str) -> None:
     """Raises ConfigError where a device cannot train in a precision."""
     if precision == "fp16" and device_type == "cpu":
-        raise ConfigError("train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32")
+        raise ConfigError(
+            "train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32"
+        )

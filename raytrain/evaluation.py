@@ -14,7 +14,9 @@ TOP5_FROM_CLASSES = 6
 _LOSS_SCALE = 2.0**32
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runtime: Runtime) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], num_classes: int, runtime: Runtime
+) -> dict[str, float]:
     """Top-1, top-5 (from 6 classes on) and cross-entropy in float32, and the number of images. All ranks must call.
 
     Each rank brings its own batches, any number of them; the only collective is at the end. Counts and losses are
@@ -25,7 +27,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runti
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(5, dtype=torch.int64, device=runtime.device)  # images, top-1, top-5, loss, losses not finite
+    sums = torch.zeros(
+        5, dtype=torch.int64, device=runtime.device
+    )  # images, top-1, top-5, loss, losses not finite
     with torch.inference_mode():
         for images, labels in batches:
             logits = model(images)
@@ -33,7 +37,13 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runti
             finite = losses.isfinite()
             ranked = logits.topk(min(5, num_classes)).indices == labels[:, None]
             loss = losses.where(finite, 0).sum().mul(_LOSS_SCALE).round().long()
-            counts = [torch.tensor(len(labels), device=runtime.device), ranked[:, 0].sum(), ranked.sum(), loss, (~finite).sum()]
+            counts = [
+                torch.tensor(len(labels), device=runtime.device),
+                ranked[:, 0].sum(),
+                ranked.sum(),
+                loss,
+                (~finite).sum(),
+            ]
             sums += torch.stack(counts)
     model.train(was_training)
     samples, top1, top5, loss_sum, not_finite = runtime.sum(sums).tolist()

@@ -61,7 +61,9 @@ def launch(request: Request) -> None:
         device_type = "cuda" if "GPU" in resources else "cpu"
         check_precision(config.train.precision, device_type)
         _check_tracking(config)
-        run = runs.start(config, path, plan.num_images, runs.place_tags(config.scaling.num_workers, device_type))
+        run = runs.start(
+            config, path, plan.num_images, runs.place_tags(config.scaling.num_workers, device_type)
+        )
         with Console(plan, config.scaling.num_workers) as console, runs.finishing(run, console):
             _fit(run, resources, console, signals)
 
@@ -132,7 +134,10 @@ def _train_worker(payload: dict[str, Any]) -> None:
     """What runs in each of Ray's workers."""
     context = ray.train.get_context()
     runtime = Runtime(
-        context.get_world_rank(), context.get_local_rank(), context.get_world_size(), ray.train.torch.get_device()
+        context.get_world_rank(),
+        context.get_local_rank(),
+        context.get_world_size(),
+        ray.train.torch.get_device(),
     )
     work(payload["run"], runtime, payload["relay"].push.remote)
 
@@ -150,7 +155,9 @@ def _fit(run: Run, resources: dict[str, float], console: Console, signals: list[
         train_loop_config={"run": run, "relay": relay},
         torch_config=ray.train.torch.TorchConfig(backend="nccl" if "GPU" in resources else "gloo"),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=run.config.scaling.num_workers, use_gpu="GPU" in resources, resources_per_worker=resources
+            num_workers=run.config.scaling.num_workers,
+            use_gpu="GPU" in resources,
+            resources_per_worker=resources,
         ),
         run_config=ray.train.RunConfig(
             # a directory that Ray has used before it would resume from, by rules of its own
@@ -178,7 +185,9 @@ def _fit(run: Run, resources: dict[str, float], console: Console, signals: list[
         if len(signals) > heard:
             heard = len(signals)
             if heard > 1:
-                raise StoppedError("stopped at once; the newest checkpoint is of an earlier step", signals[-1])
+                raise StoppedError(
+                    "stopped at once; the newest checkpoint is of an earlier step", signals[-1]
+                )
             request_stop(run, signals[0])
             console.line("stopping after this step, with a checkpoint; once more to stop at once")
     for event in ray.get(relay.fetch.remote()):
@@ -196,7 +205,9 @@ def _cause(error: BaseException, signals: list[int]) -> RaytrainError:
         if isinstance(failure, RaytrainError):
             return failure
     ranks = "\n".join(f"rank {rank}: {failure!r}" for rank, failure in failures.items())
-    return WorkerError(f"training failed; it can be continued with --resume\n{ranks or repr(error)}\n\n{error}")
+    return WorkerError(
+        f"training failed; it can be continued with --resume\n{ranks or repr(error)}\n\n{error}"
+    )
 
 
 @contextmanager
@@ -214,9 +225,14 @@ def _signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _ray() -> Iterator[None]:
-    """A connection to the running cluster, or a Ray on this machine for as long as it is needed."""
+    """A connection to the cluster at RAY_ADDRESS, or a Ray on this machine for as long as it is needed."""
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if (
+        address == "local"
+    ):  # Ray would write a token into the home directory, which clusters started later then need
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     for number, handler in handlers.items():
         signal.signal(number, handler)  # ray.init has put its own in their place
     try:

@@ -60,7 +60,14 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
     progress, every = state.progress, config.checkpoint
     steps = range(progress.step, plan.total_steps)
     batches = train_batches(
-        sources.train, config.data, plan, config.run.seed, runtime.rank, runtime.world_size, steps.start, num_threads,
+        sources.train,
+        config.data,
+        plan,
+        config.run.seed,
+        runtime.rank,
+        runtime.world_size,
+        steps.start,
+        num_threads,
         runtime.device,
     )
     window = Window()
@@ -80,7 +87,11 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         is_last = progress.step == plan.total_steps
         epoch = progress.step / plan.steps_per_epoch
         eval_due = is_last or epoch % config.train.eval_every_epochs == 0
-        save_due = is_last or _is_multiple(epoch, every.every_epochs) or _is_multiple(progress.step, every.every_steps)
+        save_due = (
+            is_last
+            or _is_multiple(epoch, every.every_epochs)
+            or _is_multiple(progress.step, every.every_steps)
+        )
         log_due = eval_due or save_due or progress.step % config.train.log_every == 0
         stopping = window.check() if log_due or runtime.device.type == "cpu" else False
         if not (log_due or stopping):
@@ -90,15 +101,23 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         recorder.metrics(progress.step, {"epoch": epoch, **window.metrics()})
         if eval_due:
             own_batches = eval_batches(
-                sources.val, config.data, config.train.micro_batch_size, runtime.rank, runtime.world_size, num_threads,
+                sources.val,
+                config.data,
+                config.train.micro_batch_size,
+                runtime.rank,
+                runtime.world_size,
+                num_threads,
                 runtime.device,
             )
             progress.take_score(evaluate(state.evaluated, own_batches, num_classes, runtime))
             recorder.metrics(progress.step, progress.metrics)
         if (save_due or stopping) and runtime.rank == 0:
             description = {
-                "epoch": epoch, "images_seen": plan.images_seen(progress.step), "precision": precision,
-                "class_names": list(sources.train.class_names), "config": dump(config),
+                "epoch": epoch,
+                "images_seen": plan.images_seen(progress.step),
+                "precision": precision,
+                "class_names": list(sources.train.class_names),
+                "config": dump(config),
             }
             state.save(folder, description)
             checkpoint.prune(folder, every.keep_last, every.keep_best)
@@ -112,7 +131,13 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
 
 
 def compute_gradients(
-    config: Config, state: TrainState, own: StepBatches, micro_batches: int, images: int, step: int, precision: str,
+    config: Config,
+    state: TrainState,
+    own: StepBatches,
+    micro_batches: int,
+    images: int,
+    step: int,
+    precision: str,
     runtime: Runtime,
 ) -> Totals:
     """Leaves the gradient of the mean loss over the step's images in the parameters. All ranks must call.
@@ -129,17 +154,19 @@ def compute_gradients(
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     while True:
-        factor = state.reduction.begin(micro_batches) / images
+        state.reduction.begin(micro_batches)
         for number, batch in enumerate(own.batches, own.first):
             # what a network draws at random, as in dropout, follows from the micro-batch, not from who computes it
-            torch.manual_seed(int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0]))
+            torch.manual_seed(
+                int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0])
+            )
             with state.reduction.micro_batch(last=number + 1 == own.first + len(own.batches)):
                 with torch.autocast(runtime.device.type, dtype, enabled=dtype is not None):
                     logits = state.reduction.module(batch.images)
                 loss = functional.cross_entropy(
                     logits, batch.labels, reduction="sum", label_smoothing=config.train.label_smoothing
                 )
-                state.scaler.scale(loss * factor).backward()
+                state.scaler.scale(loss / images).backward()
             state.reduction.add(loss.detach())
         totals = state.reduction.finish(runtime.stop_requested())
         if totals is not None:

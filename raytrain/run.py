@@ -1,11 +1,11 @@
 """The run directory, which is the truth about a run, and the run in MLflow, which is a view of it.
 
-    runs/NAME/
-        config.yaml      the resolved config
-        checkpoints/     see `checkpoint`
-        metrics.jsonl    every metric, a line each time some were logged
-        mlflow.json      which MLflow run this is
-        ray/             what Ray keeps of its own
+runs/NAME/
+    config.yaml      the resolved config
+    checkpoints/     see `checkpoint`
+    metrics.jsonl    every metric, a line each time some were logged
+    mlflow.json      which MLflow run this is
+    ray/             what Ray keeps of its own
 """
 
 import json
@@ -63,12 +63,18 @@ def resolve(request: Request) -> tuple[Config, Path]:
     if "--resume" not in request.flags:
         name = name or f"{request.config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if (storage / name).exists():
-            raise RunError(f"run {name} exists already in {storage}; continue it with --resume, or choose another run.name")
+            raise RunError(
+                f"run {name} exists already in {storage}; continue it with --resume, or choose another run.name"
+            )
         return request.config, storage / name
     if name is None:
-        runs = sorted(storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
+        runs = sorted(
+            storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime
+        )
         if not runs:
-            raise RunError(f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME")
+            raise RunError(
+                f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME"
+            )
         name = runs[-1].parent.name
     path = storage / name
     if not (path / "config.yaml").exists():
@@ -101,7 +107,11 @@ def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) 
         raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
     if not config.tracking.enabled:
         return Run(config, path, None)
-    known = json.loads((path / "mlflow.json").read_text(encoding="utf-8")) if (path / "mlflow.json").exists() else {}
+    known = (
+        json.loads((path / "mlflow.json").read_text(encoding="utf-8"))
+        if (path / "mlflow.json").exists()
+        else {}
+    )
     try:
         tracked = tracking.start_run(
             known.get("uri") or tracking.resolve_uri(config.tracking.uri, Path.cwd()),
@@ -121,17 +131,26 @@ def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) 
 
 
 def finish(run: Run, status: Status, warn: Warn) -> None:
-    """Brings into MLflow what the run directory has, and ends the run there. One process calls."""
-    if run.tracked is None:
+    """Brings into MLflow what the run directory has, and ends the run there. One process calls.
+
+    Tracking that fails costs one warning, and what is left is not tried.
+    """
+    tracked = run.tracked
+    if tracked is None:
         return
-    tracking.log_curves(run.tracked, read_metrics(run.path / "metrics.jsonl"), warn)
-    files = {run.path / "config.yaml": "", run.path / "metrics.jsonl": ""}
-    kept = {checkpoint for checkpoint in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if checkpoint is not None}
-    files |= {checkpoint: f"checkpoints/{checkpoint.name}" for checkpoint in kept}
-    tracking.log_files(run.tracked, {path: place for path, place in files.items() if path.exists()}, warn)
-    if status == "FINISHED" and run.config.tracking.log_model:
-        _log_model(run, saved(run.checkpoints)[-1], warn)
-    tracking.finish_run(run.tracked, status, warn)
+    kept = {path for path in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if path is not None}
+    files = {run.path / "metrics.jsonl": "", **{path: f"checkpoints/{path.name}" for path in kept}}
+    files = {path: place for path, place in files.items() if path.exists()}
+    if status != "FINISHED":  # whoever waits for the end of this process may not wait for uploads
+        tracking.finish_run(tracked, status, warn) and tracking.log_files(tracked, files, warn)
+        return
+    done = (
+        tracking.log_curves(tracked, read_metrics(run.path / "metrics.jsonl"), warn)
+        and tracking.log_files(tracked, files, warn)
+        and (not run.config.tracking.log_model or _log_model(run, saved(run.checkpoints)[-1], warn))
+    )
+    if done:
+        tracking.finish_run(tracked, status, warn)
 
 
 @contextmanager
@@ -177,7 +196,10 @@ def _summary(run: Run, seconds: float) -> str:
         ("top-1", f"{metrics['val/top1']:.4f}{top5} on {metrics['val/samples']:.0f} images"),
         ("best", f"{progress['best_top1']:.4f} after step {progress['best_step']}"),
         ("time", f"{duration(seconds)}, of that {duration(progress['train_seconds'])} in steps"),
-        ("images/s", f"{state['images_seen'] / max(progress['train_seconds'], 1e-9):,.0f} over the whole run"),
+        (
+            "images/s",
+            f"{state['images_seen'] / max(progress['train_seconds'], 1e-9):,.0f} over the whole run",
+        ),
         ("checkpoint", str(newest)),
     ]
     if run.tracked is not None:
@@ -191,15 +213,23 @@ def _how_to_open(uri: str) -> str:
     return f"mlflow ui --backend-store-uri {uri}" if tracking.is_local(uri) else uri
 
 
-def _log_model(run: Run, path: Path, warn: Warn) -> None:
+def _log_model(run: Run, path: Path, warn: Warn) -> bool:
+    assert run.tracked is not None
     state = load_state(path)
     network = build_model(run.config.model, run.config.data, len(state["class_names"]), seed=0)
     network.body.load_state_dict(load_weights(path, "model" if run.config.train.ema_decay is None else "ema"))
-    example = np.zeros((2, run.config.data.image_size, run.config.data.image_size, 3), np.uint8)
-    tracking.log_model(run.tracked, network.eval(), example, state["class_names"], warn, step=state["step"])
+    size = run.config.data.image_size
+    example = np.zeros((2, size, size, 3), np.uint8)
+    return bool(
+        tracking.log_model(
+            run.tracked, network.eval(), example, state["class_names"], warn, step=state["step"]
+        )
+    )
 
 
 def _versions() -> dict[str, str]:
     """Tags that tell which software a run was made with."""
-    versions = {f"version.{name}": metadata.version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
+    versions = {
+        f"version.{name}": metadata.version(name) for name in ("torch", "torchvision", "ray", "mlflow")
+    }
     return {"version.raytrain": __version__, "version.python": platform.python_version(), **versions}

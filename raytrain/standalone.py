@@ -33,7 +33,9 @@ def run_standalone(request: Request) -> None:
     stop: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, _: stop.append(number))
-    runtime = replace(torchrun_runtime(request.config.scaling.use_gpu), stop_requested=lambda: stop[0] if stop else 0)
+    runtime = replace(
+        torchrun_runtime(request.config.scaling.use_gpu), stop_requested=lambda: stop[0] if stop else 0
+    )
     try:
         _run(request, runtime)
     finally:

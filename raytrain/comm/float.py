@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain.comm.step import Reduction, Totals
@@ -21,23 +22,27 @@ class FloatReduction(Reduction):
         self._batchnorm, self._runtime, self._image_size = batchnorm, runtime, image_size
         self._ddp = None
         if runtime.world_size > 1:
-            self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=comm.bucket_cap_mb)
+            self._ddp = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, bucket_cap_mb=comm.bucket_cap_mb
+            )
             # buffers are batch norm's statistics of a micro-batch; theirs are summed below, never rank 0's broadcast
             # (as an attribute, since the argument's name differs between versions of torch)
             self._ddp.broadcast_buffers = False
+            self._ddp.register_comm_hook(None, _sum)
             # DistributedDataParallel lays its buckets out anew after the first backward pass, and with the layout
             # changes the order of a ring's sums. A pass over nothing here makes a resumed run sum as it would have.
             self._contribute_nothing()
             batchnorm.seen.copy_(batchnorm.running)
         self.module = self._ddp or model
 
-    def begin(self, micro_batches: int) -> float:
+    def begin(self, micro_batches: int) -> None:
         del micro_batches
         for parameter in self.module.parameters():
             parameter.grad = None
         self._computed = False
-        self._totals = torch.zeros(2 + self._runtime.world_size + self._batchnorm.seen.numel(), device=self._runtime.device)
-        return float(self._runtime.world_size)  # DistributedDataParallel divides by it
+        self._totals = torch.zeros(
+            2 + self._runtime.world_size + self._batchnorm.seen.numel(), device=self._runtime.device
+        )
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return self._ddp.no_sync() if self._ddp and not last else nullcontext()
@@ -53,11 +58,23 @@ class FloatReduction(Reduction):
             self._contribute_nothing()
         self._totals[1] = stop
         totals = self._runtime.sum(self._totals)
-        loss, stop_sum, bad, statistics = totals.split([1, 1, self._runtime.world_size, self._batchnorm.seen.numel()])
+        loss, stop_sum, bad, statistics = totals.split(
+            [1, 1, self._runtime.world_size, self._batchnorm.seen.numel()]
+        )
         return Totals(loss[0], stop_sum[0], bad, statistics)
 
     def _contribute_nothing(self) -> None:
         """A backward pass with gradients of zero, for the ranks that a short last step has nothing for."""
         assert self._ddp is not None
-        images = torch.zeros(2, self._image_size, self._image_size, 3, dtype=torch.uint8, device=self._runtime.device)
+        images = torch.zeros(
+            2, self._image_size, self._image_size, 3, dtype=torch.uint8, device=self._runtime.device
+        )
         (self._ddp(images).sum() * 0.0).backward()
+
+
+def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sums, where DistributedDataParallel would average: a loss scaled by 3 for 3 ranks rounds differently in every
+    operation of the backward pass."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])

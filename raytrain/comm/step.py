@@ -26,19 +26,15 @@ class Reduction(ABC):
 
     `finish` returns None where the step must be computed again, from `begin` on, with the same micro-batches;
     all ranks then agree on that. After it returns Totals, each parameter's `grad` holds the same gradient on
-    every rank: that of the sum of all losses, times the factor that `begin` was given.
+    every rank: the sum of those of all micro-batches.
     """
 
     module: nn.Module
     """Calls the network; images uint8 [N, H, W, 3] to logits [N, classes]."""
 
     @abstractmethod
-    def begin(self, micro_batches: int) -> float:
-        """Starts a step of so many micro-batches over all ranks.
-
-        Returns:
-            What the loss must be multiplied by before the backward pass, beside the caller's own factor.
-        """
+    def begin(self, micro_batches: int) -> None:
+        """Starts a step of so many micro-batches over all ranks."""
 
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:

@@ -37,8 +37,15 @@ class StepBatches(NamedTuple):
 
 
 def train_batches(
-    source: Source, data: config.Data, plan: Plan, seed: int, rank: int, world_size: int, start_step: int,
-    num_threads: int, device: torch.device,
+    source: Source,
+    data: config.Data,
+    plan: Plan,
+    seed: int,
+    rank: int,
+    world_size: int,
+    start_step: int,
+    num_threads: int,
+    device: torch.device,
 ) -> Iterator[StepBatches]:
     """This rank's part of each step from `start_step` to the end of the run.
 
@@ -70,7 +77,12 @@ def train_batches(
 
 
 def eval_batches(
-    source: Source, data: config.Data, batch_size: int, rank: int, world_size: int, num_threads: int,
+    source: Source,
+    data: config.Data,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    num_threads: int,
     device: torch.device,
 ) -> Iterator[Batch]:
     """This rank's part of the validation set: whole batches, so that no result depends on the number of ranks.
@@ -80,8 +92,13 @@ def eval_batches(
     """
     starts = range(0, len(source.labels), batch_size)
     jobs = (
-        partial(_make_eval_batch, source, data, np.arange(starts[n], min(starts[n] + batch_size, len(source.labels))),
-                device.type == "cuda")
+        partial(
+            _make_eval_batch,
+            source,
+            data,
+            np.arange(starts[n], min(starts[n] + batch_size, len(source.labels))),
+            device.type == "cuda",
+        )
         for n in deal(len(starts), world_size)[rank]
     )
     return _in_threads(jobs, num_threads, device)
@@ -112,11 +129,16 @@ def _make_train_batch(
 
 
 def _make_eval_batch(source: Source, data: config.Data, samples: np.ndarray, pin_memory: bool) -> Batch:
-    return _make_batch(source, samples, data.image_size, lambda image, _: eval_transform(image, data), pin_memory)
+    return _make_batch(
+        source, samples, data.image_size, lambda image, _: eval_transform(image, data), pin_memory
+    )
 
 
 def _make_batch(
-    source: Source, samples: np.ndarray, size: int, transform: Callable[[Image.Image, int], Image.Image],
+    source: Source,
+    samples: np.ndarray,
+    size: int,
+    transform: Callable[[Image.Image, int], Image.Image],
     pin_memory: bool,
 ) -> Batch:
     images = torch.empty(len(samples), size, size, 3, dtype=torch.uint8, pin_memory=pin_memory)
