@@ -56,9 +56,7 @@ def save(
     for name, tensors in weights.items():
         for key, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise NonFiniteError(
-                    f"{name} {key} is not finite after step {step}; no checkpoint of it is written"
-                )
+                raise NonFiniteError(f"{name} {key} is not finite after step {step}; no checkpoint of it is written")
     final, temporary = folder / f"step_{step:08d}", folder / f"{_TEMPORARY}{step:08d}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -79,9 +77,7 @@ def save(
         _flush(folder)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(
-            f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched"
-        ) from error
+        raise RunError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched") from error
     return final
 
 
@@ -169,16 +165,11 @@ def _score(path: Path) -> float | None:
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _digest(file: Any) -> Any:  # Python 3.10
     digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _write_json(path: Path, value: object) -> None:

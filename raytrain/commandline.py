@@ -109,9 +109,7 @@ def changed_recipe(old: Config, new: Config) -> list[str]:
     """What differs between two configs and would change the mathematics, a line each."""
     before, after = flatten(old), flatten(new)
     keys = {*(key for key in before if key.split(".")[0] in RECIPE_SECTIONS), "run.seed"} - set(SPEED_KEYS)
-    return [
-        f"{key}: {before[key]} -> {after[key]}" for key in before if key in keys and before[key] != after[key]
-    ]
+    return [f"{key}: {before[key]} -> {after[key]}" for key in before if key in keys and before[key] != after[key]]
 
 
 def help_text(usage: str) -> str:
@@ -160,9 +158,7 @@ def _override(word: str) -> tuple[str, Any]:
         raise ConfigError(f"{dotted}: cannot read the value {text!r}: {error}") from error
 
 
-def _explain(
-    location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]
-) -> str:
+def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]) -> str:
     dotted = ".".join(str(part) for part in location[:2])
     origin = "" if dotted in overrides else f" (in {where})"
     if fault["type"] == "extra_forbidden":

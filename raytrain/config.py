@@ -10,8 +10,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Fraction = float  # 0 to 1; the bounds stand beside each field
-
 
 class Section(BaseModel):
     """One part of the config. Unknown keys are refused."""
@@ -22,11 +20,11 @@ class Section(BaseModel):
 class Run(Section):
     """Where a run lives, and its seed."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run, and of its directory. None: the config's name and the time."""
     storage_path: Path = Path("runs")
     """Directory that holds run directories; on a cluster, one that all nodes share."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes initial weights, sample order and augmentation."""
 
 
@@ -37,7 +35,7 @@ class Data(Section):
     """`digits`: scikit-learn's handwritten digits. `folder`: path/train/CLASS/* and path/val/CLASS/*."""
     path: Path | None = None
     """Root of the folder source."""
-    image_size: int = Field(224, ge=8, le=4096)
+    image_size: int = Field(default=224, ge=8, le=4096)
     """Height and width of a training and evaluation image, pixels."""
     train_crop: Literal["random_resized", "resize"] = "random_resized"
     """`random_resized`: a random part of the image, resized. `resize`: as in evaluation, nothing random."""
@@ -45,22 +43,22 @@ class Data(Section):
     """Least and greatest share of the image's area in a random crop."""
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
     """Least and greatest width over height of a random crop."""
-    flip: float = Field(0.0, ge=0, le=1)
+    flip: float = Field(default=0.0, ge=0, le=1)
     """Probability of a horizontal flip."""
     color_jitter: tuple[float, float, float] | None = None
     """Greatest relative change of brightness, contrast and saturation. None: off."""
-    eval_resize: int | None = Field(None, ge=8)
+    eval_resize: int | None = Field(default=None, ge=8)
     """Short side before the centre crop in evaluation, pixels. None: image_size (nothing is cropped but
     what makes the image square)."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Mean of red, green and blue that is subtracted, on a scale of 0 to 1."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """Standard deviation of red, green and blue that is divided by."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
     """Loader threads a worker. None: as many as the worker has CPUs."""
     cache_path: Path = Path("~/.cache/raytrain")
     """Directory of each node's own for data made ready to be read."""
-    num_train_images: int | None = Field(None, ge=2)
+    num_train_images: int | None = Field(default=None, ge=2)
     """Size of the training set for `--dry-run` where the data is not at hand. Training counts for itself."""
 
     @model_validator(mode="after")
@@ -69,9 +67,7 @@ class Data(Section):
             if not 0 < low[0] <= low[1]:
                 raise ValueError(f"{key} must be two positive numbers, the smaller first, not {list(low)}")
         if self.crop_scale[1] > 1:
-            raise ValueError(
-                f"crop_scale is a share of the image's area, at most 1, not {self.crop_scale[1]}"
-            )
+            raise ValueError(f"crop_scale is a share of the image's area, at most 1, not {self.crop_scale[1]}")
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, not {list(self.std)}")
         if self.color_jitter is not None and not all(0 <= j <= 1 for j in self.color_jitter):
@@ -98,15 +94,15 @@ class Optim(Section):
 
     name: Literal["sgd", "adamw"] = "sgd"
     """`sgd`: with Nesterov momentum. `adamw`: decoupled weight decay (arXiv 1711.05101)."""
-    base_lr: float = Field(0.1, gt=0)
+    base_lr: float = Field(default=0.1, gt=0)
     """Learning rate at `schedule.base_batch_size`; the peak follows by `schedule.lr_scaling`."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """Momentum of SGD."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
-    weight_decay: float = Field(1e-4, ge=0)
+    weight_decay: float = Field(default=1e-4, ge=0)
     """Weight decay of weights; biases and normalisation layers have none."""
 
     @model_validator(mode="after")
@@ -123,44 +119,44 @@ class Schedule(Section):
 
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     """How the peak grows with global_batch_size / base_batch_size."""
-    base_batch_size: int = Field(256, ge=1)
+    base_batch_size: int = Field(default=256, ge=1)
     """Global batch size at which the peak equals base_lr."""
-    warmup_epochs: float = Field(5.0, ge=0)
+    warmup_epochs: float = Field(default=5.0, ge=0)
     """Epochs of linear warm-up from near zero to the peak."""
     decay: Literal["cosine", "multistep", "constant"] = "cosine"
     """What follows the warm-up."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
     """Learning rate of the last step under cosine decay."""
     milestones: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which multistep decay multiplies by gamma."""
-    gamma: float = Field(0.1, gt=0, le=1)
+    gamma: float = Field(default=0.1, gt=0, le=1)
     """Factor of multistep decay."""
 
 
 class Train(Section):
     """Length, batch sizes, precision."""
 
-    epochs: int = Field(90, ge=1)
+    epochs: int = Field(default=90, ge=1)
     """Passes over the training set."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the run, in place of `epochs`; the schedule fits itself to it. None: off."""
-    global_batch_size: int = Field(256, ge=2)
+    global_batch_size: int = Field(default=256, ge=2)
     """Images an optimizer step, over all workers."""
-    micro_batch_size: int = Field(64, ge=2)
+    micro_batch_size: int = Field(default=64, ge=2)
     """Images a forward pass: what batch norm sees together, and what a worker must hold at once."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of the forward and backward pass. `auto`: bf16 where the device computes in it, else fp16 on GPUs and
     fp32 on CPUs. Evaluation is always in fp32."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Label smoothing of the training loss (arXiv 1512.00567)."""
-    clip_grad_norm: float | None = Field(None, gt=0)
+    clip_grad_norm: float | None = Field(default=None, gt=0)
     """Greatest L2 norm of the whole gradient; longer ones are scaled down to it. None: off."""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Decay a step of an exponential moving average of weights and buffers, which is then what is
     evaluated and exported. None: off."""
-    eval_every_epochs: int = Field(1, ge=1)
+    eval_every_epochs: int = Field(default=1, ge=1)
     """Evaluate after every so many epochs, and at the end."""
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(default=10, ge=1)
     """Steps between logged training metrics."""
 
     @model_validator(mode="after")
@@ -170,8 +166,7 @@ class Train(Section):
             below, above = batch // micro * micro, -(-batch // micro) * micro
             sizes = " or ".join(str(size) for size in (below, above) if size)
             raise ValueError(
-                f"global_batch_size {batch} is no multiple of micro_batch_size {micro}; "
-                f"the nearest that are: {sizes}"
+                f"global_batch_size {batch} is no multiple of micro_batch_size {micro}; the nearest that are: {sizes}"
             )
         return self
 
@@ -182,31 +177,31 @@ class Comm(Section):
     reduction: Literal["float", "exact"] = "float"
     """`float`: DistributedDataParallel's sums. `exact`: integer sums, the same bits for any number of workers
     with the same number of CPUs each."""
-    bucket_cap_mb: float = Field(25.0, gt=0)
+    bucket_cap_mb: float = Field(default=25.0, gt=0)
     """Size of DistributedDataParallel's buckets, MiB; float reduction only."""
 
 
 class Scaling(Section):
     """The workers. Changes the speed of a run, not its result."""
 
-    num_workers: int = Field(1, ge=1)
+    num_workers: int = Field(default=1, ge=1)
     """Training processes, one a GPU, or on CPUs sharing the cores."""
     use_gpu: bool | None = None
     """Train on GPUs. None: if the cluster has any."""
-    cpus_per_worker: int | None = Field(None, ge=1)
+    cpus_per_worker: int | None = Field(default=None, ge=1)
     """CPUs of a worker, and its number of compute threads. None: an even share of the cluster's."""
 
 
 class Checkpoint(Section):
     """What is saved, and kept."""
 
-    every_epochs: int | None = Field(1, ge=1)
+    every_epochs: int | None = Field(default=1, ge=1)
     """Save after every so many epochs. None: off. The end of a run is always saved."""
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1)
     """Save after every so many steps. None: off."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
-    keep_best: int = Field(1, ge=0)
+    keep_best: int = Field(default=1, ge=0)
     """Checkpoints with the best val/top1 to keep, beside the newest."""
 
 
@@ -217,7 +212,7 @@ class Tracking(Section):
     """Record the run in MLflow. The run directory has everything in any case."""
     uri: str | None = None
     """Tracking server or store. None: MLFLOW_TRACKING_URI, else mlflow.db in the launch directory."""
-    experiment: str = Field("raytrain", min_length=1)
+    experiment: str = Field(default="raytrain", min_length=1)
     """MLflow experiment."""
     system_metrics: bool = True
     """CPU, memory, disk, network and GPU use of rank 0's machine."""

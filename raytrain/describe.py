@@ -43,27 +43,17 @@ def dry_run_text(config: Config, num_images: int) -> str:
     )
     hands = [len(hand) for hand in deal(micro_batches, workers)]
     idle = idle_fraction(micro_batches, workers)
-    lines = [
-        (
-            "images",
-            f"{num_images:,} for training, {plan.steps_per_epoch:,} steps per epoch, {_last_step(plan)}",
-        ),
-        ("length", f"{plan.total_steps:,} steps, {plan.total_steps / plan.steps_per_epoch:.6g} epochs"),
-        (
-            "step",
-            f"{config.train.global_batch_size:,} images in {micro_batches} micro-batches of {config.train.micro_batch_size}",
-        ),
-        (
-            "workers",
-            f"{workers}, with {_hands(hands)} a step; {idle:.0%} of their time lost to uneven shares",
-        ),
-        (
-            "learning rate",
-            f"peak {schedule.peak:g}, {schedule.warmup_steps:,} warm-up steps, then {schedule.decay} "
-            f"to {schedule(plan.total_steps - 1):g}",
-        ),
-    ]
-    return "\n".join(f"{name:<14} {text}" for name, text in lines)
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    last_lr = schedule(plan.total_steps - 1)
+    lines = {
+        "images": f"{num_images:,} for training, {plan.steps_per_epoch:,} steps per epoch, {_last_step(plan)}",
+        "length": f"{plan.total_steps:,} steps, {plan.total_steps / plan.steps_per_epoch:.6g} epochs",
+        "step": f"{batch:,} images in {micro_batches} micro-batches of {micro}",
+        "workers": f"{workers}, with {_hands(hands)} a step; {idle:.0%} of their time lost to uneven shares",
+        "learning rate": f"peak {schedule.peak:g}, {schedule.warmup_steps:,} warm-up steps, "
+        f"then {schedule.decay} to {last_lr:g}",
+    }
+    return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
 
 
 def _hands(hands: list[int]) -> str:
@@ -72,9 +62,7 @@ def _hands(hands: list[int]) -> str:
         return f"{hands[0]} micro-batch{'es' if hands[0] > 1 else ''} a worker"
     if len(hands) <= 8:
         return f"{'/'.join(str(hand) for hand in hands)} micro-batches a worker"
-    return " and ".join(
-        f"{micro_batches} micro-batches on {workers} workers" for micro_batches, workers in counts
-    )
+    return " and ".join(f"{micro_batches} micro-batches on {workers} workers" for micro_batches, workers in counts)
 
 
 def _last_step(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import distributed as dist
@@ -17,7 +17,7 @@ class Runtime:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stop_requested: Callable[[], int] = lambda: 0
     """The number of the signal that asks the run to end after the present step, or 0. Each rank may say so."""
 
@@ -46,7 +46,7 @@ class Runtime:
         return tensor
 
 
-def torchrun_runtime(use_gpu: bool | None) -> Runtime:
+def torchrun_runtime(*, use_gpu: bool | None) -> Runtime:
     """Joins the process group that torchrun's environment describes. All its processes must call."""
     local_rank = int(os.environ["LOCAL_RANK"])
     use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
@@ -69,6 +69,4 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 def check_precision(precision: str, device_type: str) -> None:
     """Raises ConfigError where a device cannot train in a precision."""
     if precision == "fp16" and device_type == "cpu":
-        raise ConfigError(
-            "train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32"
-        )
+        raise ConfigError("train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32")

@@ -14,9 +14,7 @@ TOP5_FROM_CLASSES = 6
 _LOSS_SCALE = 2.0**32
 
 
-def evaluate(
-    model: nn.Module, batches: Iterable[Batch], num_classes: int, runtime: Runtime
-) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runtime: Runtime) -> dict[str, float]:
     """Top-1, top-5 (from 6 classes on) and cross-entropy in float32, and the number of images. All ranks must call.
 
     Each rank brings its own batches, any number of them; the only collective is at the end. Counts and losses are
@@ -27,9 +25,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(
-        5, dtype=torch.int64, device=runtime.device
-    )  # images, top-1, top-5, loss, losses not finite
+    sums = torch.zeros(5, dtype=torch.int64, device=runtime.device)  # images, top-1, top-5, loss, losses not finite
     with torch.inference_mode():
         for images, labels in batches:
             logits = model(images)

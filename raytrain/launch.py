@@ -61,9 +61,7 @@ def launch(request: Request) -> None:
         device_type = "cuda" if "GPU" in resources else "cpu"
         check_precision(config.train.precision, device_type)
         _check_tracking(config)
-        run = runs.start(
-            config, path, plan.num_images, runs.place_tags(config.scaling.num_workers, device_type)
-        )
+        run = runs.start(config, path, plan.num_images, runs.place_tags(config.scaling.num_workers, device_type))
         with Console(plan, config.scaling.num_workers) as console, runs.finishing(run, console):
             _fit(run, resources, console, signals)
 
@@ -89,8 +87,8 @@ def worker_resources(scaling: Scaling, nodes: list[dict[str, Any]]) -> dict[str,
     if _capacity(alive, need) < scaling.num_workers:
         total = {kind: amount * scaling.num_workers for kind, amount in need.items()}
         raise ResourceError(
-            f"scaling.num_workers {scaling.num_workers} needs {_amounts(total)} ({_amounts(need)} a worker, each on one "
-            f"node), and the cluster has {_amounts({'CPU': cpus, 'GPU': gpus})} on {len(alive)} node(s): at most "
+            f"scaling.num_workers {scaling.num_workers} needs {_amounts(total)} ({_amounts(need)} a worker, each on "
+            f"one node), and the cluster has {_amounts({'CPU': cpus, 'GPU': gpus})} on {len(alive)} node(s): at most "
             f"{_capacity(alive, need)} such workers"
         )
     return need
@@ -185,9 +183,7 @@ def _fit(run: Run, resources: dict[str, float], console: Console, signals: list[
         if len(signals) > heard:
             heard = len(signals)
             if heard > 1:
-                raise StoppedError(
-                    "stopped at once; the newest checkpoint is of an earlier step", signals[-1]
-                )
+                raise StoppedError("stopped at once; the newest checkpoint is of an earlier step", signals[-1])
             request_stop(run, signals[0])
             console.line("stopping after this step, with a checkpoint; once more to stop at once")
     for event in ray.get(relay.fetch.remote()):
@@ -205,9 +201,7 @@ def _cause(error: BaseException, signals: list[int]) -> RaytrainError:
         if isinstance(failure, RaytrainError):
             return failure
     ranks = "\n".join(f"rank {rank}: {failure!r}" for rank, failure in failures.items())
-    return WorkerError(
-        f"training failed; it can be continued with --resume\n{ranks or repr(error)}\n\n{error}"
-    )
+    return WorkerError(f"training failed; it can be continued with --resume\n{ranks or repr(error)}\n\n{error}")
 
 
 @contextmanager
@@ -227,9 +221,7 @@ def _signals() -> Iterator[list[int]]:
 def _ray() -> Iterator[None]:
     """A connection to the cluster at RAY_ADDRESS, or a Ray on this machine for as long as it is needed."""
     address = os.environ.get("RAY_ADDRESS") or "local"
-    if (
-        address == "local"
-    ):  # Ray would write a token into the home directory, which clusters started later then need
+    if address == "local":  # Ray would write a token into the home directory, which clusters started later then need
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)

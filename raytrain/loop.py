@@ -87,11 +87,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         is_last = progress.step == plan.total_steps
         epoch = progress.step / plan.steps_per_epoch
         eval_due = is_last or epoch % config.train.eval_every_epochs == 0
-        save_due = (
-            is_last
-            or _is_multiple(epoch, every.every_epochs)
-            or _is_multiple(progress.step, every.every_steps)
-        )
+        save_due = is_last or _is_multiple(epoch, every.every_epochs) or _is_multiple(progress.step, every.every_steps)
         log_due = eval_due or save_due or progress.step % config.train.log_every == 0
         stopping = window.check() if log_due or runtime.device.type == "cpu" else False
         if not (log_due or stopping):
@@ -157,9 +153,7 @@ def compute_gradients(
         state.reduction.begin(micro_batches)
         for number, batch in enumerate(own.batches, own.first):
             # what a network draws at random, as in dropout, follows from the micro-batch, not from who computes it
-            torch.manual_seed(
-                int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0])
-            )
+            torch.manual_seed(int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0]))
             with state.reduction.micro_batch(last=number + 1 == own.first + len(own.batches)):
                 with torch.autocast(runtime.device.type, dtype, enabled=dtype is not None):
                     logits = state.reduction.module(batch.images)

@@ -20,13 +20,14 @@ class Classifier(nn.Module):
         std: of red, green and blue on the same scale, divided by.
     """
 
+    shift: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self, body: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.body = body
         self.register_buffer("shift", torch.tensor(mean).mul(255).view(1, 3, 1, 1), persistent=False)
-        self.register_buffer(
-            "scale", torch.tensor(std).mul(255).reciprocal().view(1, 3, 1, 1), persistent=False
-        )
+        self.register_buffer("scale", torch.tensor(std).mul(255).reciprocal().view(1, 3, 1, 1), persistent=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [N, classes], of images, uint8 [N, H, W, 3]."""
@@ -88,7 +89,7 @@ class StepBatchNorm:
         where = [(layer, name) for layer in layers for name in ("running_mean", "running_var")]
         buffers = [getattr(layer, name) for layer, name in where]
         momenta = [
-            torch.full_like(buffer, layer.momentum) for (layer, _), buffer in zip(where, buffers, strict=True)
+            torch.full_like(buffer, layer.momentum or 0.0) for (layer, _), buffer in zip(where, buffers, strict=True)
         ]
         self.running = torch.cat([*buffers, torch.empty(0, device=device)])
         self.momentum = torch.cat([*momenta, torch.empty(0, device=device)])

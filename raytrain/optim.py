@@ -16,9 +16,7 @@ def make_optimizer(model: nn.Module, optim: config.Optim) -> torch.optim.Optimiz
     ]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, fused=True)
-    return torch.optim.SGD(
-        groups, lr=optim.base_lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
-    )
+    return torch.optim.SGD(groups, lr=optim.base_lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
 
 
 def make_ema(model: nn.Module, decay: float | None) -> AveragedModel | None:

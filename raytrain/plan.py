@@ -5,6 +5,7 @@ Pure functions of the recipe and the size of the training set. The number of wor
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from raytrain.config import Train
 from raytrain.errors import ConfigError, DataError
@@ -42,7 +43,7 @@ class Plan:
         size = self.num_images - start if is_last else self.global_batch_size
         count = max(1, min(-(-size // self.micro_batch_size), size // 2))
         bounds = [start + size * i // count for i in range(count + 1)]
-        return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+        return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def make_plan(train: Train, num_images: int) -> Plan:
@@ -64,7 +65,7 @@ def deal(count: int, world_size: int) -> list[range]:
     """Deals `count` things to ranks in turn of rank, as evenly as can be: 32 to 3 are 11, 11 and 10."""
     share, extra = divmod(count, world_size)
     bounds = [rank * share + min(rank, extra) for rank in range(world_size + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def idle_fraction(count: int, world_size: int) -> float:

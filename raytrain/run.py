@@ -68,13 +68,9 @@ def resolve(request: Request) -> tuple[Config, Path]:
             )
         return request.config, storage / name
     if name is None:
-        runs = sorted(
-            storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime
-        )
+        runs = sorted(storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
         if not runs:
-            raise RunError(
-                f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME"
-            )
+            raise RunError(f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME")
         name = runs[-1].parent.name
     path = storage / name
     if not (path / "config.yaml").exists():
@@ -107,11 +103,7 @@ def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) 
         raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
     if not config.tracking.enabled:
         return Run(config, path, None)
-    known = (
-        json.loads((path / "mlflow.json").read_text(encoding="utf-8"))
-        if (path / "mlflow.json").exists()
-        else {}
-    )
+    known = json.loads((path / "mlflow.json").read_text(encoding="utf-8")) if (path / "mlflow.json").exists() else {}
     try:
         tracked = tracking.start_run(
             known.get("uri") or tracking.resolve_uri(config.tracking.uri, Path.cwd()),
@@ -142,7 +134,8 @@ def finish(run: Run, status: Status, warn: Warn) -> None:
     files = {run.path / "metrics.jsonl": "", **{path: f"checkpoints/{path.name}" for path in kept}}
     files = {path: place for path, place in files.items() if path.exists()}
     if status != "FINISHED":  # whoever waits for the end of this process may not wait for uploads
-        tracking.finish_run(tracked, status, warn) and tracking.log_files(tracked, files, warn)
+        if tracking.finish_run(tracked, status, warn):
+            tracking.log_files(tracked, files, warn)
         return
     done = (
         tracking.log_curves(tracked, read_metrics(run.path / "metrics.jsonl"), warn)
@@ -221,15 +214,11 @@ def _log_model(run: Run, path: Path, warn: Warn) -> bool:
     size = run.config.data.image_size
     example = np.zeros((2, size, size, 3), np.uint8)
     return bool(
-        tracking.log_model(
-            run.tracked, network.eval(), example, state["class_names"], warn, step=state["step"]
-        )
+        tracking.log_model(run.tracked, network.eval(), example, state["class_names"], warn, step=state["step"])
     )
 
 
 def _versions() -> dict[str, str]:
     """Tags that tell which software a run was made with."""
-    versions = {
-        f"version.{name}": metadata.version(name) for name in ("torch", "torchvision", "ray", "mlflow")
-    }
+    versions = {f"version.{name}": metadata.version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
     return {"version.raytrain": __version__, "version.python": platform.python_version(), **versions}

@@ -26,14 +26,13 @@ class LearningRate:
     gamma: float
 
     def __call__(self, step: int) -> float:
+        """The learning rate of a step."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         if self.decay == "cosine":
             last = self.total_steps - 1
             done = (
-                min(1.0, (step - self.warmup_steps) / (last - self.warmup_steps))
-                if last > self.warmup_steps
-                else 0.0
+                min(1.0, (step - self.warmup_steps) / (last - self.warmup_steps)) if last > self.warmup_steps else 0.0
             )
             return self.min_lr + (self.peak - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
         if self.decay == "multistep":
@@ -56,9 +55,7 @@ def make_schedule(config: Config, plan: Plan) -> LearningRate:
     """
     peak = peak_lr(config)
     if config.schedule.decay == "cosine" and config.schedule.min_lr > peak:
-        raise ConfigError(
-            f"schedule.min_lr {config.schedule.min_lr:g} is above the peak learning rate {peak:g}"
-        )
+        raise ConfigError(f"schedule.min_lr {config.schedule.min_lr:g} is above the peak learning rate {peak:g}")
     return LearningRate(
         peak=peak,
         warmup_steps=warmup_steps(config.schedule.warmup_epochs, plan),

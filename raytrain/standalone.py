@@ -1,12 +1,10 @@
 """A run in the processes that torchrun started, without Ray: `torchrun --nproc-per-node 2 -m raytrain.fit ...`."""
 
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from torch import distributed as dist
 
 from raytrain import run as runs
@@ -14,7 +12,7 @@ from raytrain.commandline import Request
 from raytrain.console import Console
 from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime, check_precision, torchrun_runtime
-from raytrain.errors import ConfigError, RaytrainError
+from raytrain.errors import RaytrainError
 from raytrain.model import check_model
 from raytrain.plan import make_plan
 from raytrain.worker import work
@@ -34,7 +32,7 @@ def run_standalone(request: Request) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, _: stop.append(number))
     runtime = replace(
-        torchrun_runtime(request.config.scaling.use_gpu), stop_requested=lambda: stop[0] if stop else 0
+        torchrun_runtime(use_gpu=request.config.scaling.use_gpu), stop_requested=lambda: stop[0] if stop else 0
     )
     try:
         _run(request, runtime)
@@ -53,7 +51,7 @@ def _run(request: Request, runtime: Runtime) -> None:
     tags = runs.place_tags(runtime.world_size, runtime.device.type)
     run = _on_rank_0(runtime, lambda: runs.start(config, path, plan.num_images, tags))
     if runtime.rank != 0:
-        work(run, runtime, lambda event: None, sources)
+        work(run, runtime, lambda _: None, sources)
         return
     with Console(plan, runtime.world_size) as console, runs.finishing(run, console):
         work(run, runtime, console.handle, sources)

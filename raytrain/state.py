@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from raytrain.comm import make_reduction
 from raytrain.config import Config
 from raytrain.distributed import Runtime
 from raytrain.errors import CheckpointError
-from raytrain.model import StepBatchNorm, build_model
+from raytrain.model import Classifier, StepBatchNorm, build_model
 from raytrain.optim import make_ema, make_optimizer
 
 
@@ -60,9 +60,9 @@ class TrainState:
         self.progress = Progress()
 
     @property
-    def evaluated(self) -> torch.nn.Module:
+    def evaluated(self) -> Classifier:
         """The network that is evaluated and exported: the moving average where there is one."""
-        return self.model if self.ema is None else self.ema.module
+        return self.model if self.ema is None else cast("Classifier", self.ema.module)
 
     def save(self, folder: Path, description: dict[str, Any]) -> Path:
         """Writes a checkpoint with a description beside the progress; one rank calls.
@@ -73,7 +73,7 @@ class TrainState:
         """
         weights = {"model": self.model.body.state_dict()}
         if self.ema is not None:
-            weights["ema"] = self.ema.module.body.state_dict()
+            weights["ema"] = self.evaluated.body.state_dict()
         training = {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -93,7 +93,7 @@ class TrainState:
         try:
             self.model.body.load_state_dict(checkpoint.load_weights(path))
             if self.ema is not None:
-                self.ema.module.body.load_state_dict(checkpoint.load_weights(path, "ema"))
+                self.evaluated.body.load_state_dict(checkpoint.load_weights(path, "ema"))
                 self.ema.n_averaged.fill_(training["ema_updates"])
             self.optimizer.load_state_dict(training["optimizer"])
             self.scaler.load_state_dict(training["scaler"])

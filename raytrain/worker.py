@@ -4,7 +4,7 @@ No Ray here: `launch` calls `work` from inside the processes that Ray starts, `s
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +77,12 @@ def _watch_for_stop(run: Run, runtime: Runtime) -> Iterator[Runtime]:
 def _sender(run: Run, listener: Listener) -> Iterator[Listener]:
     """A listener that sends metrics to MLflow, where the run is tracked."""
     if run.tracked is None:
-        yield lambda event: None
+        yield lambda _: None
         return
-    warn: Callable[[str], None] = lambda text: listener({"kind": "warning", "text": text})
+
+    def warn(text: str) -> None:
+        listener({"kind": "warning", "text": text})
+
     sender = MetricSender(run.tracked, warn, system_metrics=run.config.tracking.system_metrics)
 
     def send(event: dict[str, Any]) -> None:

@@ -10,9 +10,7 @@ from raytrain.model import Classifier, StepBatchNorm
 __all__ = ["ExactReduction", "FloatReduction", "Reduction", "Totals", "make_reduction"]
 
 
-def make_reduction(
-    config: Config, model: Classifier, batchnorm: StepBatchNorm, runtime: Runtime
-) -> Reduction:
+def make_reduction(config: Config, model: Classifier, batchnorm: StepBatchNorm, runtime: Runtime) -> Reduction:
     """The reduction that the config names. All ranks must call."""
     if config.comm.reduction == "exact":
         return ExactReduction(model, batchnorm, runtime)

@@ -68,9 +68,7 @@ class ExactReduction(Reduction):
         zero = self._scale.new_zeros(())
         self._extremes = [[zero] for _ in self._parameters]
         self._bad = torch.zeros(self._runtime.world_size, device=self._runtime.device)
-        self._statistics = torch.zeros(
-            2 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device
-        )
+        self._statistics = torch.zeros(2 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
         self._is_first = [True] * len(self._parameters)
         self._is_last_pass = False
         self._complete: set[int] = set()
@@ -94,9 +92,7 @@ class ExactReduction(Reduction):
         agreed = torch.cat([self._bad, ~own.isfinite(), own.nan_to_num(0, 0)])
         bad, not_finite, largest = self._runtime.max(agreed).split([world_size, count, count])
         used = largest * self._scale
-        too_small = (
-            (used < self._limit / HEADROOM / SHRINKAGE) & (largest > 0) & (self._scale < 2**LARGEST_EXPONENT)
-        )
+        too_small = (used < self._limit / HEADROOM / SHRINKAGE) & (largest > 0) & (self._scale < 2**LARGEST_EXPONENT)
         if not_finite.any():  # as a float sum would have it: the caller finds no number either
             self._gradients.fill_(math.inf)
         elif ((used > self._limit) | too_small).any():
@@ -108,9 +104,7 @@ class ExactReduction(Reduction):
             self._largest_before = largest
             self._take_sums()
         for parameter, gradient in zip(self._parameters, self._gradients_of, strict=True):
-            parameter.grad = gradient.as_strided(
-                parameter.shape, parameter.stride(), gradient.storage_offset()
-            )
+            parameter.grad = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
         self._statistics[1] = int(stop * STATISTICS_SCALE)
         totals = self._runtime.sum(self._statistics).double() / STATISTICS_SCALE
         return Totals(totals[0], totals[1], bad, totals[2:].float())
@@ -124,9 +118,7 @@ class ExactReduction(Reduction):
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Adds a gradient to the sums as soon as it is there, and lets it go."""
         assert parameter.grad is not None
-        gradient = parameter.grad.as_strided(
-            (parameter.numel(),), (1,)
-        )  # its elements in the order of memory
+        gradient = parameter.grad.as_strided((parameter.numel(),), (1,))  # its elements in the order of memory
         parameter.grad = None
         scale = self._scale_of[index]
         for block, sums in zip(_blocks(gradient), self._sum_blocks_of[index], strict=True):
@@ -158,9 +150,7 @@ class ExactReduction(Reduction):
         for bucket, wait in zip(self._buckets, self._started, strict=True):
             wait()
             for index in bucket:
-                for block, integers in zip(
-                    self._gradient_blocks_of[index], self._sum_blocks_of[index], strict=True
-                ):
+                for block, integers in zip(self._gradient_blocks_of[index], self._sum_blocks_of[index], strict=True):
                     block.copy_(integers).mul_(1 / self._scale_of[index])  # a power of two, so exact
 
 

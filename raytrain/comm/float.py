@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain.comm.step import Reduction, Totals
@@ -22,9 +23,7 @@ class FloatReduction(Reduction):
         self._batchnorm, self._runtime, self._image_size = batchnorm, runtime, image_size
         self._ddp = None
         if runtime.world_size > 1:
-            self._ddp = DistributedDataParallel(
-                model, gradient_as_bucket_view=True, bucket_cap_mb=comm.bucket_cap_mb
-            )
+            self._ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=comm.bucket_cap_mb)
             # buffers are batch norm's statistics of a micro-batch; theirs are summed below, never rank 0's broadcast
             # (as an attribute, since the argument's name differs between versions of torch)
             self._ddp.broadcast_buffers = False
@@ -58,23 +57,19 @@ class FloatReduction(Reduction):
             self._contribute_nothing()
         self._totals[1] = stop
         totals = self._runtime.sum(self._totals)
-        loss, stop_sum, bad, statistics = totals.split(
-            [1, 1, self._runtime.world_size, self._batchnorm.seen.numel()]
-        )
+        loss, stop_sum, bad, statistics = totals.split([1, 1, self._runtime.world_size, self._batchnorm.seen.numel()])
         return Totals(loss[0], stop_sum[0], bad, statistics)
 
     def _contribute_nothing(self) -> None:
         """A backward pass with gradients of zero, for the ranks that a short last step has nothing for."""
         assert self._ddp is not None
-        images = torch.zeros(
-            2, self._image_size, self._image_size, 3, dtype=torch.uint8, device=self._runtime.device
-        )
+        images = torch.zeros(2, self._image_size, self._image_size, 3, dtype=torch.uint8, device=self._runtime.device)
         (self._ddp(images).sum() * 0.0).backward()
 
 
-def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sums, where DistributedDataParallel would average: a loss scaled by 3 for 3 ranks rounds differently in every
-    operation of the backward pass."""
+def _sum(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DistributedDataParallel itself averages, and a loss scaled up by 3 for 3 ranks rounds differently in every
+    # operation of the backward pass
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])

@@ -53,9 +53,7 @@ def _resize(image: Image.Image, box: Box, size: int) -> Image.Image:
     return image.resize((size, size), Image.Resampling.BILINEAR, box)
 
 
-def _jitter(
-    image: Image.Image, strength: tuple[float, float, float], rng: np.random.Generator
-) -> Image.Image:
+def _jitter(image: Image.Image, strength: tuple[float, float, float], rng: np.random.Generator) -> Image.Image:
     """Brightness, contrast and saturation, in a random order, each by a factor of 1 - strength to 1 + strength."""
     adjust = (functional.adjust_brightness, functional.adjust_contrast, functional.adjust_saturation)
     for which in rng.permutation(3):

@@ -17,7 +17,5 @@ def decode(encoded: bytes | memoryview, name: str) -> Image.Image:
         image = Image.open(io.BytesIO(encoded))
         image.load()
         return image if image.mode in ("L", "RGB") else image.convert("RGB")
-    except (
-        Exception
-    ) as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and its own
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and its own
         raise DataError(f"cannot decode image {name}: {error}; repair or remove it") from error

@@ -1,8 +1,9 @@
 """Threads that turn samples into batches beside the step."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
@@ -53,27 +54,23 @@ def train_batches(
         DataError: on the step that an unreadable image belongs to.
     """
     steps = range(start_step, plan.total_steps)
-    mine = [deal(len(plan.micro_batches(step)), world_size)[rank] for step in range(plan.steps_per_epoch)]
+    shares = [deal(len(plan.micro_batches(step)), world_size)[rank] for step in range(plan.steps_per_epoch)]
 
-    def jobs() -> Iterator[partial[Batch]]:
-        epoch, order = -1, np.empty(0)
+    def jobs() -> Iterator[Callable[[], Batch]]:
+        epoch, order = -1, np.empty(0, np.int64)
         for step in steps:
             if step // plan.steps_per_epoch != epoch:
                 epoch = step // plan.steps_per_epoch
                 order = epoch_order(seed, epoch, plan.num_images)
             micro_batches = plan.micro_batches(step)
-            for number in mine[step % plan.steps_per_epoch]:
-                positions = micro_batches[number]
-                samples = order[positions.start : positions.stop]
-                yield partial(_make_train_batch, source, data, seed, epoch, samples, device.type == "cuda")
+            for number in shares[step % plan.steps_per_epoch]:
+                samples = order[micro_batches[number].start : micro_batches[number].stop]
+                yield partial(_make_batch, source, samples, data, device, partial(_train_image, data, seed, epoch))
 
-    batches = _in_threads(jobs(), num_threads, device)
-    try:
+    with closing(_in_threads(jobs(), num_threads, device)) as batches:
         for step in steps:
-            share = mine[step % plan.steps_per_epoch]
+            share = shares[step % plan.steps_per_epoch]
             yield StepBatches([next(batches) for _ in share], share.start)
-    finally:
-        batches.close()
 
 
 def eval_batches(
@@ -90,21 +87,41 @@ def eval_batches(
     Raises:
         DataError: an image is unreadable.
     """
-    starts = range(0, len(source.labels), batch_size)
-    jobs = (
-        partial(
-            _make_eval_batch,
-            source,
-            data,
-            np.arange(starts[n], min(starts[n] + batch_size, len(source.labels))),
-            device.type == "cuda",
-        )
-        for n in deal(len(starts), world_size)[rank]
-    )
+    count = len(source.labels)
+    starts = range(0, count, batch_size)
+    mine = [np.arange(starts[n], min(starts[n] + batch_size, count)) for n in deal(len(starts), world_size)[rank]]
+    jobs = (partial(_make_batch, source, samples, data, device, partial(_eval_image, data)) for samples in mine)
     return _in_threads(jobs, num_threads, device)
 
 
-def _in_threads(jobs: Iterable[partial[Batch]], num_threads: int, device: torch.device) -> Iterator[Batch]:
+def _train_image(data: config.Data, seed: int, epoch: int, image: Image.Image, sample: int) -> Image.Image:
+    return train_transform(image, data, sample_rng(seed, epoch, sample))
+
+
+def _eval_image(data: config.Data, image: Image.Image, _: int) -> Image.Image:
+    return eval_transform(image, data)
+
+
+def _make_batch(
+    source: Source,
+    samples: np.ndarray,
+    data: config.Data,
+    device: torch.device,
+    transform: Callable[[Image.Image, int], Image.Image],
+) -> Batch:
+    """Reads, decodes and transforms samples into a batch in host memory, pinned where it goes to a GPU."""
+    shape = (len(samples), data.image_size, data.image_size, 3)
+    images = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pixels = images.numpy()
+    for row, sample in enumerate(samples.tolist()):
+        array = np.asarray(transform(decode(source.read(sample), source.name(sample)), sample))
+        pixels[row] = array if array.ndim == 3 else array[:, :, None]
+    return Batch(images, torch.from_numpy(source.labels[samples]))
+
+
+def _in_threads(
+    jobs: Iterable[Callable[[], Batch]], num_threads: int, device: torch.device
+) -> Generator[Batch, None, None]:
     """Runs jobs on threads, a few ahead of the consumer, and yields their results in order, on the device."""
     waiting: deque[Future[Batch]] = deque()
     executor = ThreadPoolExecutor(num_threads, thread_name_prefix="loader")
@@ -117,37 +134,6 @@ def _in_threads(jobs: Iterable[partial[Batch]], num_threads: int, device: torch.
             yield _to_device(waiting.popleft().result(), device)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _make_train_batch(
-    source: Source, data: config.Data, seed: int, epoch: int, samples: np.ndarray, pin_memory: bool
-) -> Batch:
-    def transform(image: Image.Image, sample: int) -> Image.Image:
-        return train_transform(image, data, sample_rng(seed, epoch, sample))
-
-    return _make_batch(source, samples, data.image_size, transform, pin_memory)
-
-
-def _make_eval_batch(source: Source, data: config.Data, samples: np.ndarray, pin_memory: bool) -> Batch:
-    return _make_batch(
-        source, samples, data.image_size, lambda image, _: eval_transform(image, data), pin_memory
-    )
-
-
-def _make_batch(
-    source: Source,
-    samples: np.ndarray,
-    size: int,
-    transform: Callable[[Image.Image, int], Image.Image],
-    pin_memory: bool,
-) -> Batch:
-    images = torch.empty(len(samples), size, size, 3, dtype=torch.uint8, pin_memory=pin_memory)
-    pixels = images.numpy()
-    for row, sample in enumerate(samples.tolist()):
-        image = transform(decode(source.read(sample), source.name(sample)), sample)
-        array = np.asarray(image)
-        pixels[row] = array if array.ndim == 3 else array[:, :, None]
-    return Batch(images, torch.from_numpy(source.labels[samples]))
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

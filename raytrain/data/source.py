@@ -66,9 +66,7 @@ def open_sources(data: config.Data, class_names: Sequence[str] | None = None) ->
         val = FolderSource(root / "val", train.class_names)
     if class_names is not None and tuple(class_names) != train.class_names:
         changed = sorted(set(class_names) ^ set(train.class_names)) or "their order"
-        raise DataError(
-            f"the training set's classes are not those of the checkpoint; they differ in {changed}"
-        )
+        raise DataError(f"the training set's classes are not those of the checkpoint; they differ in {changed}")
     return Sources(train, val)
 
 
@@ -86,9 +84,7 @@ class FolderSource:
     def __init__(self, root: Path, class_names: tuple[str, ...] | None = None) -> None:
         if not root.is_dir():
             raise DataError(f"no folder {root}; a dataset is train/CLASS/* and val/CLASS/* under data.path")
-        folders = sorted(
-            entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
-        )
+        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
         if not folders:
             raise DataError(f"{root} has no class folders; images lie in {root}/CLASS/")
         if class_names is not None and (unknown := sorted(set(folders) - set(class_names))):
@@ -179,9 +175,7 @@ def _write_digits(path: Path, split: str) -> None:
     table = pa.table({"image": pa.array(images, pa.binary()), "label": pa.array(labels[rows], pa.int64())})
     table = table.replace_schema_metadata({"class_names": "\n".join(str(digit) for digit in range(10))})
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(
-        f".{os.getpid()}.tmp"
-    )  # several workers may come first; each replaces by the same
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # several workers may come first; each replaces by the same
     with pa.ipc.new_file(str(temporary), table.schema) as writer:
         writer.write_table(table)
     temporary.replace(path)
