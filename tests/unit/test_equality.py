@@ -1,8 +1,8 @@
 """Law 1: one, two, three and four workers compute the same thing, and it is what plain PyTorch computes."""
 
-import shutil
+from dataclasses import replace
 
-import numpy as np
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,12 +11,11 @@ from raytrain import checkpoint
 from raytrain.commandline import build
 from raytrain.data.loader import train_batches
 from raytrain.data.source import Sources, open_sources
-from raytrain.distributed import Runtime
 from raytrain.errors import StoppedError
 from raytrain.loop import compute_gradients, train, update
 from raytrain.model import build_model
 from raytrain.plan import make_plan
-from raytrain.recorder import Recorder, read_metrics
+from raytrain.recorder import Recorder
 from raytrain.schedule import make_schedule
 from raytrain.state import TrainState
 from tests.ranks import run_ranks
@@ -154,3 +153,64 @@ def test_each_step_is_that_of_plain_pytorch(world_size, reduction, reference):
 
 def relative_error(got, want):
     return float((got - want).norm() / want.norm().clamp_min(1e-12)) if want.norm() else float(got.norm())
+
+
+def run_training(runtime, config, folder, stop_after=None):
+    """Trains a part of the digits; asked to stop so that it does after `stop_after` steps."""
+    torch.set_num_threads(1)
+    rows = []
+
+    def listen(event):
+        if event["kind"] == "metrics":
+            rows.append({"step": event["step"], **event["metrics"]})
+
+    stopping = replace(runtime, stop_requested=lambda: 15 * (len(rows) + 1 == stop_after))
+    try:
+        train(config, stopping, open_part(), folder, Recorder(None, listen))
+    except StoppedError:
+        assert rows[-1]["step"] == stop_after
+    return rows
+
+
+def final_bits(folder):
+    newest = checkpoint.saved(folder)[-1]
+    tensors = {name: checkpoint.load_weights(newest, name) for name in ("model", "ema")}
+    return newest.name, tensors, checkpoint.load_state(newest)["metrics"]
+
+
+def assert_same_bits(folder, other):
+    name, tensors, metrics = final_bits(folder)
+    other_name, other_tensors, other_metrics = final_bits(other)
+    assert name == other_name == "step_00000008"
+    for kind, weights in tensors.items():
+        assert weights.keys() == other_tensors[kind].keys()
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, other_tensors[kind][key]), (kind, key)
+    assert metrics == other_metrics
+    assert metrics["val/samples"] == 30
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_exact_reduction_gives_the_same_bits_for_any_number_of_workers(tmp_path, precision):
+    config = make_config(train__precision=precision, train__epochs=2, train__ema_decay=0.9, comm__reduction="exact")
+    for world_size in (1, 2, 3, 4):
+        run_ranks(world_size, run_training, config, tmp_path / str(world_size))
+        assert_same_bits(tmp_path / "1", tmp_path / str(world_size))
+    run_ranks(2, run_training, config, tmp_path / "resumed", 3)
+    assert checkpoint.saved(tmp_path / "resumed")[-1].name == "step_00000003"
+    run_ranks(3, run_training, config, tmp_path / "resumed")
+    assert_same_bits(tmp_path / "1", tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_float_reduction_resumes_to_the_same_bits(tmp_path, world_size):
+    config = make_config(train__epochs=2, train__ema_decay=0.9)
+    straight = run_ranks(world_size, run_training, config, tmp_path / "straight")[0]
+    before = run_ranks(world_size, run_training, config, tmp_path / "resumed", 3)[0]
+    after = run_ranks(world_size, run_training, config, tmp_path / "resumed")[0]
+    assert_same_bits(tmp_path / "straight", tmp_path / "resumed")
+    assert without_speed(before + after) == without_speed(straight)
+
+
+def without_speed(rows):
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

@@ -19,6 +19,7 @@ import torch
 from raytrain import tracking
 from raytrain.errors import TrackingError
 from raytrain.tracking import MetricSender, TrackedRun
+from raytrain.tracking.curves import draw_curves
 
 mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in MLflow itself
@@ -65,8 +66,8 @@ def local_store(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(tracking, "SEND_EVERY_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "REQUEST_SECONDS", 2)
+    monkeypatch.setattr("raytrain.tracking.sender.SEND_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 2)
 
 
 # The URI
@@ -207,7 +208,7 @@ def test_a_server_that_does_not_answer_is_refused_in_seconds(monkeypatch):
 
 def test_a_work_that_never_ends_is_given_up():
     with pytest.raises(TimeoutError, match="no answer"):
-        tracking._within(0.1, lambda: time.sleep(1))
+        tracking.start._within(0.1, lambda: time.sleep(1))
 
 
 # Going on
@@ -277,7 +278,7 @@ def test_what_waits_goes_in_few_requests(local_store, monkeypatch):
         return real(self, run_id, **kwargs)
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", count)
-    monkeypatch.setattr(tracking, "SEND_EVERY_SECONDS", 30)
+    monkeypatch.setattr("raytrain.tracking.sender.SEND_EVERY_SECONDS", 30)
     sender = MetricSender(run, pytest.fail)
     for step in range(250):
         sender.send(dict.fromkeys("abcdefghij", 1.0), step)
@@ -300,8 +301,8 @@ def test_what_mlflow_refuses_holds_nothing_up(local_store):
 
 
 def test_a_tracker_that_hangs_costs_one_warning_and_no_time(monkeypatch):
-    monkeypatch.setattr(tracking, "REQUEST_SECONDS", 1)
-    monkeypatch.setattr(tracking, "MAX_WAITING_POINTS", 300)
+    monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 1)
+    monkeypatch.setattr("raytrain.tracking.sender.MAX_WAITING_POINTS", 300)
     warnings = []
     with silent_server() as uri:
         sender = MetricSender(TrackedRun(uri, "cats", "0" * 32), warnings.append)
@@ -322,7 +323,7 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_time(monkeypatch):
 
 
 def test_a_machine_is_watched(local_store, monkeypatch):
-    monkeypatch.setattr(tracking, "MACHINE_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr("raytrain.tracking.sender.MACHINE_EVERY_SECONDS", 0.2)
     run = TrackedRun(**{**vars(start(local_store)), "last_steps": {"system/x": 6}})
     sender = MetricSender(run, pytest.fail, system_metrics=True)
     wait_until(lambda: sender._last_steps.get("system/cpu_utilization_percentage", 0) >= 8)
@@ -360,7 +361,7 @@ def test_files_and_curves_are_stored(local_store, tmp_path):
     assert (root / "checkpoints/step_00000010/state.json").read_text() == "{}"
     assert (root / "log.txt").read_text() == "hello"
     assert (root / "learning_curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert [axes.get_title(loc="left") for axes in tracking.draw_curves(ROWS).axes] == [
+    assert [axes.get_title(loc="left") for axes in draw_curves(ROWS).axes] == [
         "loss", "validation accuracy", "learning rate", "images / s",
     ]  # fmt: skip
 
@@ -475,8 +476,8 @@ def mlflow_server(directory, *options):
 def test_with_a_real_server(tmp_path, monkeypatch):
     # The quickstart's run first: a bare server in the launch directory is to show it with its artifacts.
     local = start(tracking.resolve_uri(None, tmp_path), "local", config="b: 2\n")
-    monkeypatch.setattr(tracking, "MAX_SEND_EVERY_SECONDS", 0.5)
-    monkeypatch.setattr(tracking, "REQUEST_SECONDS", 5)
+    monkeypatch.setattr("raytrain.tracking.sender.MAX_SEND_EVERY_SECONDS", 0.5)
+    monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 5)
     with mlflow_server(tmp_path) as (uri, process):
         query = urllib.parse.urlencode({"path": "config.yaml", "run_uuid": local.run_id})
         with urllib.request.urlopen(f"{uri}/get-artifact?{query}", timeout=10) as answer:
@@ -484,7 +485,7 @@ def test_with_a_real_server(tmp_path, monkeypatch):
 
         client = mlflow.MlflowClient(uri)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = set(pool.map(lambda _: tracking._experiment_id(client, uri, "new"), range(8)))
+            found = set(pool.map(lambda _: tracking.start._experiment_id(client, uri, "new"), range(8)))
             runs = list(pool.map(lambda i: start(uri, "new", name=f"r{i}", params={"i": i}), range(8)))
         experiments = {client.get_run(run.run_id).info.experiment_id for run in runs}
         assert experiments == found
@@ -496,7 +497,7 @@ def test_with_a_real_server(tmp_path, monkeypatch):
         sender = MetricSender(run, warnings.append)
         sender.send({"train/loss": 1.0}, 1)
         wait_until(lambda: not sender._waiting)
-        monkeypatch.setattr(tracking, "REQUEST_SECONDS", 1)
+        monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 1)
         os.killpg(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         for step in range(2, 100):
@@ -511,7 +512,7 @@ def test_with_a_real_server(tmp_path, monkeypatch):
         assert len(warnings) == 1
         assert [step for step, _ in history(run, "train/loss")] == list(range(1, 101))
 
-        monkeypatch.setattr(tracking, "REQUEST_SECONDS", 5)
+        monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 5)
         assert tracking.log_curves(run, ROWS[:50], warnings.append)
         model_uri = tracking.log_model(run, TinyNet(), IMAGES, CLASSES, warnings.append, step=100)
         assert tracking.finish_run(run, "FINISHED", warnings.append)
