@@ -196,14 +196,8 @@ def _summary(run: Run, seconds: float) -> str:
         ("checkpoint", str(newest)),
     ]
     if run.tracked is not None:
-        lines.append(("MLflow", _how_to_open(run.tracked.uri)))
+        lines.append(("MLflow", tracking.how_to_open(run.tracked.uri)))
     return "\n".join(f"{name:<11}{text}" for name, text in lines)
-
-
-def _how_to_open(uri: str) -> str:
-    if uri == f"sqlite:///{Path.cwd() / 'mlflow.db'}":
-        return "mlflow ui"
-    return f"mlflow ui --backend-store-uri {uri}" if tracking.is_local(uri) else uri
 
 
 def _log_model(run: Run, path: Path, warn: Warn) -> bool:

@@ -39,7 +39,7 @@ def work(run: Run, runtime: Runtime, listener: Listener, sources: Sources | None
     sources = sources or open_sources(run.config.data)
     if runtime.rank != 0:
         return train(run.config, runtime, sources, run.checkpoints, Recorder())
-    with _watch_for_stop(run, runtime) as watching, _sender(run, listener) as send:
+    with _watch_for_stop(run, runtime) as watching, sending(run, listener) as send:
         recorder = Recorder(run.path / "metrics.jsonl", listener, send)
         try:
             return train(run.config, watching, sources, run.checkpoints, recorder)
@@ -74,7 +74,7 @@ def _watch_for_stop(run: Run, runtime: Runtime) -> Iterator[Runtime]:
 
 
 @contextmanager
-def _sender(run: Run, listener: Listener) -> Iterator[Listener]:
+def sending(run: Run, listener: Listener) -> Iterator[Listener]:
     """A listener that sends metrics to MLflow, where the run is tracked."""
     if run.tracked is None:
         yield lambda _: None

@@ -18,18 +18,18 @@ from sklearn.datasets import load_sample_images
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 400  # of a run that takes 20 s on two idle cores
 LIGHT = ("tracking.log_model=false", "tracking.system_metrics=false", "schedule.warmup_epochs=0", "train.log_every=1")
-NOISE = ("Traceback", "WARNING", "INFO", "(pid=", "Warning:", "ray.exceptions")
+NOISE = ("Traceback", "WARNING", "INFO", "(pid=", "(raylet)", "Warning:", "ray.exceptions")
 PHOTO_CLASSES = ("cat", "coffee", "flower", "rocket")
 
 # Tells of each process that belongs to a process group where it is and how many threads torch has there.
 # Asked in a new thread each time: a thread keeps the number that it saw first.
-PROBE = '''
+PROBE = """
 import json, os, sys, threading, time
 
 def tell():
     torch, dist = sys.modules["torch"], sys.modules["torch.distributed"]
     if dist.is_available() and dist.is_initialized():
-        seen = {"pid": os.getpid(), "cwd": os.getcwd(), "threads": torch.get_num_threads()}
+        seen = {"pid": os.getpid(), "cwd": os.getcwd(), "files": os.listdir(), "threads": torch.get_num_threads()}
         path = os.path.join(os.environ["PROBE_FOLDER"], f"{dist.get_rank()}.json")
         with open(path + ".tmp", "w") as file:
             json.dump(seen, file)
@@ -49,7 +49,7 @@ def watch():
         thread.join()
 
 threading.Thread(target=watch, daemon=True).start()
-'''
+"""
 
 
 def environment(**changes):
@@ -78,12 +78,18 @@ class Background:
     """A command that runs, its output going into files."""
 
     def __init__(self, command, cwd, env):
+        self._seen = set()
         number = len(list(cwd.parent.glob(f"{cwd.name}-*.out")))
         self._out, self._err = (cwd.parent / f"{cwd.name}-{number}.{end}" for end in ("out", "err"))
         with self._out.open("w") as out, self._err.open("w") as err:
             # a session of its own, so that a Ctrl-C can be sent to it as a terminal sends it: to the group
             self.process = subprocess.Popen(
-                command, cwd=cwd, env=env or environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                command,
+                cwd=cwd,
+                env=env or environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
             )
 
@@ -109,8 +115,19 @@ class Background:
             time.sleep(0.05)
 
     def tree(self):
-        """All the processes below the command's."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """All the processes below the command's; they end with the block, if the command dies before them too."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self._seen.update(found)
+        return found
+
+    def kill(self):
+        """Ends the command and all that it has started."""
+        with suppress(psutil.NoSuchProcess):
+            self.tree()
+        for process in (*self._seen, self.process):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
 
 
 @contextmanager
@@ -121,11 +138,7 @@ def background(cwd, *words, module=("raytrain.fit",), env=None):
     try:
         yield run
     finally:
-        with suppress(psutil.NoSuchProcess):
-            for process in [*run.tree(), psutil.Process(run.process.pid)]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        run.process.wait()
+        run.kill()
 
 
 def client(cwd):
@@ -211,7 +224,8 @@ def photo_folder(root, train_per_class=24, val_per_class=8):
         for image, name in zip(load_sample_images().images, load_sample_images().filenames, strict=True)
         if "flower" in name
     )
-    photos = dict(zip(PHOTO_CLASSES, (skimage.data.chelsea(), skimage.data.coffee(), flower, skimage.data.rocket())))
+    pictures = (skimage.data.chelsea(), skimage.data.coffee(), flower, skimage.data.rocket())
+    photos = dict(zip(PHOTO_CLASSES, pictures, strict=True))
     random = np.random.default_rng(0)
     train = []
     for split, count in (("train", train_per_class), ("val", val_per_class)):

@@ -42,9 +42,7 @@ def state_of(cwd):
 
 def check_in_agreement(cwd):
     """MLflow has what the run directory has, each once."""
-    points = recorded_points(cwd / "runs" / "run")
-    assert mlflow_points(cwd, only_mlflow_run(cwd).info.run_id) == points
-    return points
+    assert mlflow_points(cwd, only_mlflow_run(cwd).info.run_id) == recorded_points(cwd / "runs" / "run")
 
 
 def test_an_image_that_cannot_be_decoded_fails_the_run_at_its_step(tmp_path):
@@ -59,15 +57,14 @@ def test_an_image_that_cannot_be_decoded_fails_the_run_at_its_step(tmp_path):
     assert len(ended.stderr.splitlines()) == 1
     check_quiet(ended.stdout + ended.stderr)
     assert state_of(launch) == ("FAILED", True)
-    assert steps_of(check_in_agreement(launch), "train/loss") == [1, 2]
     assert list((launch / "runs" / "run").glob("checkpoints/step_*")) == []
+    assert steps_of(recorded_points(launch / "runs" / "run"), "train/loss") == [1, 2]
+    check_in_agreement(launch)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     launch = tmp_path / "launch"
-    ended, _ = fit(
-        launch, *SHORT, "train.max_steps=20", "optim.base_lr=1e30", "checkpoint.every_steps=1", "run.seed=1"
-    )
+    ended, _ = fit(launch, *SHORT, "train.max_steps=20", "optim.base_lr=1e30", "checkpoint.every_steps=1", "run.seed=1")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert ended.stderr.startswith("raytrain: the loss is not finite at step ")
     message = re.match(
@@ -82,12 +79,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert len(ended.stderr.splitlines()) == 1
     check_quiet(ended.stdout + ended.stderr)
     assert state_of(launch) == ("FAILED", True)
-    points = check_in_agreement(launch)
-    assert steps_of(points, "train/loss") == list(range(1, int(step) + 1))
+    assert steps_of(recorded_points(launch / "runs" / "run"), "train/loss") == list(range(1, int(step) + 1))
     saved = sorted((launch / "runs" / "run" / "checkpoints").glob("*"))
     assert [path.name for path in saved] == [f"step_{n:08d}" for n in range(1, int(step) + 1)][-2:]
     for path in saved:
         assert all(tensor.isfinite().all() for tensor in load_file(path / "model.safetensors").values())
+    check_in_agreement(launch)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
@@ -109,13 +106,18 @@ def test_a_run_that_is_told_to_stop_saves_and_stops(tmp_path, signum):
         check_gone(tree)
     assert 3 <= stopped < 5000
     assert state_of(launch) == ("KILLED", True)
-    points = check_in_agreement(launch)
-    assert steps_of(points, "train/loss") == list(range(1, stopped + 1))
+    assert steps_of(recorded_points(launch / "runs" / "run"), "train/loss") == list(range(1, stopped + 1))
     (saved,) = (launch / "runs" / "run" / "checkpoints").iterdir()
     assert saved.name == f"step_{stopped:08d}"
     assert verify(saved) is None
     state = json.loads((saved / "state.json").read_text())
     assert (state["step"], state["progress"]["step"]) == (stopped, stopped)
+    check_in_agreement(launch)
+
+
+def workers_of(processes):
+    """Those of a run's processes that train."""
+    return [process for process in processes if "TrainWorker" in " ".join(process.cmdline())]
 
 
 def check_gone(processes):
@@ -129,7 +131,8 @@ def test_a_driver_that_was_killed_goes_on_in_the_same_run(tmp_path):
     words = (*SHORT, "train.max_steps=60", "checkpoint.every_steps=4")
     with background(launch, *words) as run:
         run.wait_for("step 7/60")
-        tree = run.tree()
+        workers = workers_of(run.tree())
+        assert len(workers) == 2
         run.process.kill()
         assert run.wait() == -signal.SIGKILL
         first = only_mlflow_run(launch)
@@ -137,7 +140,7 @@ def test_a_driver_that_was_killed_goes_on_in_the_same_run(tmp_path):
 
         ended, _ = fit(launch, *words, "--resume")
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        check_gone(tree)
+        check_gone(workers)  # Ray's own agents take up to a minute to notice
     assert ended.stderr == ""
     check_quiet(ended.stdout)
     resumed = int(re.search(r"resuming after step (\d+) from ", ended.stdout)[1])
@@ -152,13 +155,13 @@ def test_a_driver_that_was_killed_goes_on_in_the_same_run(tmp_path):
     points, there = recorded_points(launch / "runs" / "run"), mlflow_points(launch, run.info.run_id)
     assert steps_of(points, "train/loss") == list(range(1, 61))
     assert steps_of(points, "val/top1") == [45, 60]
+    newest = max((launch / "runs" / "run" / "checkpoints").iterdir())
+    assert newest.name == "step_00000060"
+    assert verify(newest) is None
     # steps that were computed twice came to the same bits, so it does not matter which of them MLflow has
     same = [place for place in points if place[0].startswith(("train/", "val/", "epoch"))]
     assert {place: there.get(place) for place in same} == {place: points[place] for place in same}
     assert set(there) == set(points)
-    newest = max((launch / "runs" / "run" / "checkpoints").iterdir())
-    assert newest.name == "step_00000060"
-    assert verify(newest) is None
 
 
 def test_a_worker_that_was_killed_fails_the_run(tmp_path):
@@ -166,16 +169,12 @@ def test_a_worker_that_was_killed_fails_the_run(tmp_path):
     with background(launch, *SHORT, "train.max_steps=5000", "checkpoint.every_steps=2") as run:
         run.wait_for("step 5/5,000")
         tree = run.tree()
-        workers = [process for process in tree if "TrainWorker" in " ".join(process.cmdline())]
-        assert len(workers) == 2, [process.cmdline() for process in tree]
+        workers = workers_of(tree)
+        assert len(workers) == 2, tree
         workers[-1].kill()
         started = time.monotonic()
         assert run.wait() == 1, run.out() + run.err()
         assert time.monotonic() - started < END_SECONDS
-        assert run.err().startswith("raytrain: ")
-        assert re.search(r"worker\b.*\bdied", run.err()), run.err()
-        assert "--resume" in run.err()
-        check_quiet(run.out() + run.err())
         check_gone(tree)
     assert state_of(launch) == ("FAILED", True)
     points = recorded_points(launch / "runs" / "run")
@@ -184,3 +183,8 @@ def test_a_worker_that_was_killed_fails_the_run(tmp_path):
     assert saved
     assert {verify(path) for path in saved} == {None}
     assert torch.load(saved[-1] / "training.pt", weights_only=True)["optimizer"]["state"]
+    assert "--resume" in run.err()
+    check_quiet(run.err())
+    assert re.match(r"raytrain: .*(worker|rank).* died", run.err()), run.err()  # in its first line
+    assert len(run.err().splitlines()) <= 5, run.err()
+    check_quiet(run.out())

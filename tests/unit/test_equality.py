@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +11,7 @@ from raytrain.commandline import build
 from raytrain.data.loader import train_batches
 from raytrain.data.source import Sources, open_sources
 from raytrain.errors import StoppedError
-from raytrain.loop import compute_gradients, train, update
+from raytrain.loop import compute_gradients, train
 from raytrain.model import build_model
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
@@ -61,8 +60,7 @@ def open_part():
 
 
 def follow_trajectory(runtime, config, weights):
-    """Loss, gradients and batch-norm statistics of one step from each of the given weights."""
-    torch.set_num_threads(1)
+    """By name, the loss, gradients and batch-norm statistics of one step from each of the given weights."""
     sources = open_part()
     plan = make_plan(config.train, IMAGES)
     state = TrainState(config, 10, runtime, "fp32")
@@ -77,9 +75,14 @@ def follow_trajectory(runtime, config, weights):
         images = parts[-1].stop - parts[0].start
         totals = compute_gradients(config, state, own, len(parts), images, step, "fp32", runtime)
         state.batchnorm.update(totals.batchnorm / len(parts), step + 1)
-        gradients = [parameter.grad.clone() for parameter in state.model.parameters()]
-        seen.append((float(totals.loss) / images, gradients, state.batchnorm.running.clone()))
+        gradients = {name: parameter.grad.clone() for name, parameter in state.model.body.named_parameters()}
+        statistics = [state.model.body.state_dict()[name] for name in running_names(state.model.body)]
+        seen.append({"loss": totals.loss / images, **gradients, "statistics": torch.cat(statistics)})
     return seen
+
+
+def running_names(body):
+    return [name for name in body.state_dict() if name.endswith(("running_mean", "running_var"))]
 
 
 def plain_pytorch(config):
@@ -104,9 +107,7 @@ def plain_pytorch(config):
         nesterov=True,
     )
     weights, seen = [], []
-    for step, own in enumerate(
-        train_batches(sources.train, config.data, plan, 0, 0, 1, 0, 1, torch.device("cpu"))
-    ):
+    for step, own in enumerate(train_batches(sources.train, config.data, plan, 0, 0, 1, 0, 1, torch.device("cpu"))):
         for norm, statistics in zip(norms, running, strict=True):
             norm.running_mean.copy_(statistics[: len(norm.running_mean)])
             norm.running_var.copy_(statistics[len(norm.running_mean) :])
@@ -115,49 +116,22 @@ def plain_pytorch(config):
         images, total, means = sum(len(b.labels) for b in own.batches), 0.0, [0.0] * len(norms)
         for batch in own.batches:
             logits = model(batch.images)
-            loss = (
-                functional.cross_entropy(logits, batch.labels, reduction="sum", label_smoothing=0.1) / images
-            )
+            loss = functional.cross_entropy(logits, batch.labels, reduction="sum", label_smoothing=0.1) / images
             loss.backward()
             total += loss.item()
             for i, norm in enumerate(norms):
                 means[i] += torch.cat([norm.running_mean, norm.running_var]) / len(own.batches)
         running = [0.9 * old + 0.1 * mean for old, mean in zip(running, means, strict=True)]
-        seen.append((total, [p.grad.clone() for p in model.parameters()], torch.cat(running)))
+        gradients = {name: parameter.grad.clone() for name, parameter in model.body.named_parameters()}
+        seen.append({"loss": torch.tensor(total), **gradients, "statistics": torch.cat(running)})
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         optimizer.step()
     return weights, seen
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return plain_pytorch(make_config())
-
-
-@pytest.mark.parametrize("reduction", ["float", "exact"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_step_is_that_of_plain_pytorch(world_size, reduction, reference):
-    weights, expected = reference
-    config = make_config(comm__reduction=reduction)
-    for rank_saw in run_ranks(world_size, follow_trajectory, config, weights):
-        assert len(rank_saw) == 20
-        for (loss, gradients, statistics), (want_loss, want_gradients, want_statistics) in zip(
-            rank_saw, expected, strict=True
-        ):
-            assert loss == pytest.approx(want_loss, rel=1e-5)
-            assert relative_error(statistics, want_statistics) < 1e-5
-            for got, want in zip(gradients, want_gradients, strict=True):
-                assert relative_error(got, want) < 1e-5
-
-
-def relative_error(got, want):
-    return float((got - want).norm() / want.norm().clamp_min(1e-12)) if want.norm() else float(got.norm())
-
-
 def run_training(runtime, config, folder, stop_after=None):
-    """Trains a part of the digits; asked to stop so that it does after `stop_after` steps."""
-    torch.set_num_threads(1)
+    """Trains on a part of the digits; asked to stop so that it does after `stop_after` steps."""
     rows = []
 
     def listen(event):
@@ -169,48 +143,90 @@ def run_training(runtime, config, folder, stop_after=None):
         train(config, stopping, open_part(), folder, Recorder(None, listen))
     except StoppedError:
         assert rows[-1]["step"] == stop_after
-    return rows
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def final_bits(folder):
-    newest = checkpoint.saved(folder)[-1]
-    tensors = {name: checkpoint.load_weights(newest, name) for name in ("model", "ema")}
-    return newest.name, tensors, checkpoint.load_state(newest)["metrics"]
+def everything(runtime, folder, weights):
+    """What all tests of this file need of one number of workers, in one start of the processes."""
+    torch.set_num_threads(1)
+    world_size, seen = runtime.world_size, {}
+    for reduction in ("float", "exact"):
+        config = make_config(comm__reduction=reduction)
+        seen[reduction] = follow_trajectory(runtime, config, weights)
+    for precision in ("fp32", "bf16"):
+        config = short_run(comm__reduction="exact", train__precision=precision)
+        run_training(runtime, config, folder / precision / str(world_size))
+        if world_size == 2:
+            run_training(runtime, config, folder / precision / "resumed", 3)
+        if world_size == 3:  # goes on where two workers stopped, as the processes for two have run before
+            run_training(runtime, config, folder / precision / "resumed")
+    if world_size in (1, 3):
+        seen["straight"] = run_training(runtime, short_run(), folder / "float" / f"straight{world_size}")
+        before = run_training(runtime, short_run(), folder / "float" / f"resumed{world_size}", 3)
+        seen["resumed"] = before + run_training(runtime, short_run(), folder / "float" / f"resumed{world_size}")
+    return seen
 
 
-def assert_same_bits(folder, other):
-    name, tensors, metrics = final_bits(folder)
-    other_name, other_tensors, other_metrics = final_bits(other)
-    assert name == other_name == "step_00000008"
-    for kind, weights in tensors.items():
-        assert weights.keys() == other_tensors[kind].keys()
-        for key, tensor in weights.items():
-            assert torch.equal(tensor, other_tensors[kind][key]), (kind, key)
-    assert metrics == other_metrics
-    assert metrics["val/samples"] == 30
+def short_run(**overrides):
+    return make_config(train__epochs=2, train__ema_decay=0.9, **overrides)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("equality")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return plain_pytorch(make_config())
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, reference):
+    return {world_size: run_ranks(world_size, everything, folder, reference[0]) for world_size in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("reduction", ["float", "exact"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_step_is_that_of_plain_pytorch(world_size, reduction, outcomes, reference):
+    for rank_saw in outcomes[world_size]:
+        assert len(rank_saw[reduction]) == 20
+        for got, want in zip(rank_saw[reduction], reference[1], strict=True):
+            assert got.keys() == want.keys()
+            for name in want:
+                assert relative_error(got[name], want[name]) < 1e-5, name
+
+
+def relative_error(got, want):
+    return float((got - want).norm() / want.norm()) if want.norm() else float(got.norm())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_exact_reduction_gives_the_same_bits_for_any_number_of_workers(tmp_path, precision):
-    config = make_config(train__precision=precision, train__epochs=2, train__ema_decay=0.9, comm__reduction="exact")
-    for world_size in (1, 2, 3, 4):
-        run_ranks(world_size, run_training, config, tmp_path / str(world_size))
-        assert_same_bits(tmp_path / "1", tmp_path / str(world_size))
-    run_ranks(2, run_training, config, tmp_path / "resumed", 3)
-    assert checkpoint.saved(tmp_path / "resumed")[-1].name == "step_00000003"
-    run_ranks(3, run_training, config, tmp_path / "resumed")
-    assert_same_bits(tmp_path / "1", tmp_path / "resumed")
+@pytest.mark.parametrize("workers", ["2", "3", "4", "resumed"])
+def test_exact_reduction_ends_in_the_same_bits(workers, precision, folder, outcomes):
+    assert [path.name for path in checkpoint.saved(folder / precision / "resumed")] == [
+        "step_00000003",
+        "step_00000008",
+    ]
+    assert_same_bits(folder / precision / "1", folder / precision / workers)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_float_reduction_resumes_to_the_same_bits(tmp_path, world_size):
-    config = make_config(train__epochs=2, train__ema_decay=0.9)
-    straight = run_ranks(world_size, run_training, config, tmp_path / "straight")[0]
-    before = run_ranks(world_size, run_training, config, tmp_path / "resumed", 3)[0]
-    after = run_ranks(world_size, run_training, config, tmp_path / "resumed")[0]
-    assert_same_bits(tmp_path / "straight", tmp_path / "resumed")
-    assert without_speed(before + after) == without_speed(straight)
+def test_float_reduction_resumes_to_the_same_bits(world_size, folder, outcomes):
+    assert_same_bits(folder / "float" / f"straight{world_size}", folder / "float" / f"resumed{world_size}")
+    seen = outcomes[world_size][0]
+    assert [row["step"] for row in seen["straight"]] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert seen["resumed"] == seen["straight"]
 
 
-def without_speed(rows):
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+def assert_same_bits(folder, other):
+    paths = checkpoint.saved(folder)[-1], checkpoint.saved(other)[-1]
+    assert [path.name for path in paths] == ["step_00000008"] * 2
+    for kind in ("model", "ema"):
+        weights, others = (checkpoint.load_weights(path, kind) for path in paths)
+        assert weights.keys() == others.keys()
+        for key, tensor in weights.items():
+            assert torch.equal(tensor, others[key]), (kind, key)
+    metrics, other_metrics = (checkpoint.load_state(path)["metrics"] for path in paths)
+    assert metrics == other_metrics
+    assert metrics["val/samples"] == 30

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures one thing against its reference, in the same run."""
