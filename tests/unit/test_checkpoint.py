@@ -159,7 +159,9 @@ def test_a_state_reads_back_to_the_bit(trained):
     assert all(ours[k]["momentum_buffer"].equal(theirs[k]["momentum_buffer"]) for k in ours)
 
 
-@pytest.mark.parametrize("overrides", [{"model__name": "resnet34"}, {"optim__name": "adamw", "comm__reduction": "exact"}])
+@pytest.mark.parametrize(
+    "overrides", [{"model__name": "resnet34"}, {"optim__name": "adamw", "comm__reduction": "exact"}]
+)
 def test_a_checkpoint_of_another_network_or_recipe_is_refused_by_path(trained, overrides):
     _, path = trained
     with pytest.raises(CheckpointError, match=str(path)):

@@ -264,7 +264,7 @@ def test_a_runs_augmentation_repeats_for_any_workers_and_threads_and_differs_by_
     photo = encoded(photograph().resize((64, 48)))
 
     class Same(Numbered):
-        def read(self, index):
+        def read(self, index):  # noqa: ARG002
             return photo
 
     plan = make_plan(Train(global_batch_size=8, micro_batch_size=2, epochs=2), 16)
@@ -394,7 +394,7 @@ def modes():
 @pytest.mark.parametrize("kind", modes())
 def test_every_kind_of_image_becomes_what_pil_converts_it_to(kind):
     class One(Numbered):
-        def read(self, index):
+        def read(self, index):  # noqa: ARG002
             return modes()[kind]
 
     expected = np.asarray(Image.open(io.BytesIO(modes()[kind])).convert("RGB"))

@@ -82,7 +82,7 @@ ROOMS = find_rooms()
 
 
 def imports_of(room):
-    """Every module that a room imports, at its top or inside a function; of `from package import module`, the module."""
+    """Every module that a room imports, at its top or in a function; of `from package import module`, the module."""
     found = set()
     for node in ast.walk(ast.parse(ROOMS[room].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -150,8 +150,7 @@ LOADS_NONE_OF = {
     ("ray", "mlflow", "sklearn"): [
         room
         for room in ROOMS
-        if room.startswith("raytrain.data")
-        or room.startswith("raytrain.comm.")
+        if room.startswith(("raytrain.data", "raytrain.comm."))
         or room.split(".")[-1] in {"loop", "model", "checkpoint", "evaluation", "state", "optim", "distributed"}
     ],
     ("ray",): ["raytrain.worker", "raytrain.standalone", "raytrain.tracking", "raytrain.run"],
