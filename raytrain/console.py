@@ -44,7 +44,7 @@ class Console:
         if "val/top1" in metrics:
             top5 = f"  top5 {metrics['val/top5']:.4f}" if "val/top5" in metrics else ""
             self.line(
-                f"epoch {self._epoch:g}: val top1 {metrics['val/top1']:.4f}{top5}  "
+                f"epoch {self._epoch:.4g}: val top1 {metrics['val/top1']:.4f}{top5}  "
                 f"loss {metrics['val/loss']:.4f}  ({metrics['val/samples']:.0f} images)"
             )
         elif "train/loss" in metrics:

@@ -25,8 +25,10 @@ for _name, _value in _RAY_SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
 import ray  # noqa: E402
+import ray.exceptions  # noqa: E402
 import ray.train  # noqa: E402
 import ray.train.torch  # noqa: E402
+from ray._private import worker as ray_worker  # noqa: E402
 
 from raytrain import run as runs  # noqa: E402
 from raytrain import tracking  # noqa: E402
@@ -52,6 +54,9 @@ def launch(request: Request) -> None:
         RaytrainError: any of the tree.
     """
     config, path = runs.resolve(request)
+    if runs.is_finished(path):
+        print(f"run {path.name} is finished\n{runs.summary(path)}")
+        return
     sources = open_sources(config.data)
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
@@ -176,32 +181,46 @@ def _fit(run: Run, resources: dict[str, float], console: Console, signals: list[
     thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
     heard = 0
+    lost = False
+
+    def show_events() -> None:
+        nonlocal lost
+        try:
+            for event in ray.get(relay.fetch.remote()) if not lost else ():
+                console.handle(event)
+        except ray.exceptions.RayError as error:  # progress is not worth a run
+            lost = True
+            console.warn(f"progress is no longer shown: {type(error).__name__}")
+
     while thread.is_alive():
         thread.join(POLL_SECONDS)
-        for event in ray.get(relay.fetch.remote()):
-            console.handle(event)
+        show_events()
         if len(signals) > heard:
             heard = len(signals)
             if heard > 1:
                 raise StoppedError("stopped at once; the newest checkpoint is of an earlier step", signals[-1])
             request_stop(run, signals[0])
             console.line("stopping after this step, with a checkpoint; once more to stop at once")
-    for event in ray.get(relay.fetch.remote()):
-        console.handle(event)
+    show_events()
     if failure:
         raise _cause(failure[0], signals)
 
 
 def _cause(error: BaseException, signals: list[int]) -> RaytrainError:
     """What to tell of the error that Ray's trainer ended with."""
-    failures = dict(sorted(getattr(error, "worker_failures", {}).items()))
+    failures: dict[int, Exception] = dict(sorted(getattr(error, "worker_failures", {}).items()))
     for failure in failures.values():
         if isinstance(failure, StoppedError):
             return StoppedError(str(failure), signals[0] if signals else signal.SIGTERM)
         if isinstance(failure, RaytrainError):
             return failure
-    ranks = "\n".join(f"rank {rank}: {failure!r}" for rank, failure in failures.items())
-    return WorkerError(f"training failed; it can be continued with --resume\n{ranks or repr(error)}\n\n{error}")
+    dead = [str(rank) for rank, failure in failures.items() if type(failure).__name__ == "WorkerHealthCheckFailedError"]
+    if dead:
+        return WorkerError(
+            f"the worker process of rank {', '.join(dead)} died: it was killed, or the machine had no memory left; "
+            "continue the run with --resume"
+        )
+    return WorkerError(f"training failed; when that is put right, continue the run with --resume\n{error}")
 
 
 @contextmanager
@@ -223,6 +242,8 @@ def _ray() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":  # Ray would write a token into the home directory, which clusters started later then need
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # else "(raylet) A worker died" and the like, which come whatever log_to_driver says
+    ray_worker.print_to_stdstream = lambda *_, **__: None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     for number, handler in handlers.items():

@@ -118,6 +118,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
             state.save(folder, description)
             checkpoint.prune(folder, every.keep_last, every.keep_best)
         if stopping and not is_last:
+            runtime.barrier()  # the first rank to raise may take the others with it, rank 0 in its checkpoint too
             raise StoppedError(
                 f"stopped after step {progress.step} of {plan.total_steps}; its checkpoint is in {folder}",
                 runtime.stop_requested() or signal.SIGTERM,

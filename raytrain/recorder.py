@@ -1,6 +1,7 @@
 """Where the loop's metrics go: first to the run directory, then to whoever else listens."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +14,7 @@ class Recorder:
     """Takes a run's metrics on rank 0. Without a file it only tells its listeners; other ranks have neither.
 
     Args:
-        path: metrics.jsonl, one object a line: {"step": 45, "train/loss": 0.7, ...}.
+        path: metrics.jsonl, one object a line: {"step": 45, "time": seconds, "train/loss": 0.7, ...}.
         listeners: must not raise, and must not wait.
     """
 
@@ -34,7 +35,7 @@ class Recorder:
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Records metrics after so many steps."""
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
         self._tell({"kind": "metrics", "step": step, "metrics": metrics})
 
     def warn(self, text: str) -> None:

@@ -66,7 +66,7 @@ def resolve(request: Request) -> tuple[Config, Path]:
             raise RunError(
                 f"run {name} exists already in {storage}; continue it with --resume, or choose another run.name"
             )
-        return request.config, storage / name
+        return _absolute(request.config), storage / name
     if name is None:
         runs = sorted(storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
         if not runs:
@@ -82,7 +82,23 @@ def resolve(request: Request) -> tuple[Config, Path]:
             f"run {name} has begun with another recipe; leave these as they are or start a new run:\n  "
             + "\n  ".join(changed)
         )
-    return new, path
+    return _absolute(new), path
+
+
+def _absolute(config: Config) -> Config:
+    """The config with paths that mean the same in a worker, which has another working directory."""
+    run = config.run.model_copy(update={"storage_path": config.run.storage_path.expanduser().absolute()})
+    update = {
+        name: path.expanduser().absolute()
+        for name in ("path", "cache_path")
+        if (path := getattr(config.data, name)) is not None
+    }
+    return config.model_copy(update={"run": run, "data": config.data.model_copy(update=update)})
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run has come to its end, in its directory and in MLflow."""
+    return (path / "result.json").exists()
 
 
 def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) -> Run:
@@ -92,12 +108,10 @@ def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) 
         RunError: the directory cannot be written.
         TrackingError: MLflow cannot be reached, or does not store.
     """
-    is_new = not path.exists()
+    is_new = not (path / "config.yaml").exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        temporary = path / "config.yaml.tmp"
-        temporary.write_text(dump(config), encoding="utf-8")
-        temporary.replace(path / "config.yaml")
+        path.mkdir(parents=True, exist_ok=not is_new)
+        _replace(path / "config.yaml", dump(config))
         (path / "stop").unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
@@ -118,7 +132,7 @@ def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) 
         if is_new:  # nothing has begun, and the name stays free
             shutil.rmtree(path)
         raise
-    (path / "mlflow.json").write_text(json.dumps(asdict(tracked)), encoding="utf-8")
+    _replace(path / "mlflow.json", json.dumps(asdict(tracked)))
     return Run(config, path, tracked)
 
 
@@ -130,15 +144,17 @@ def finish(run: Run, status: Status, warn: Warn) -> None:
     tracked = run.tracked
     if tracked is None:
         return
+    metrics = read_metrics(run.path / "metrics.jsonl")
     kept = {path for path in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if path is not None}
     files = {run.path / "metrics.jsonl": "", **{path: f"checkpoints/{path.name}" for path in kept}}
     files = {path: place for path, place in files.items() if path.exists()}
     if status != "FINISHED":  # whoever waits for the end of this process may not wait for uploads
-        if tracking.finish_run(tracked, status, warn):
+        if tracking.finish_run(tracked, status, warn) and tracking.log_missing(tracked, metrics, warn):
             tracking.log_files(tracked, files, warn)
         return
     done = (
-        tracking.log_curves(tracked, read_metrics(run.path / "metrics.jsonl"), warn)
+        tracking.log_missing(tracked, metrics, warn)
+        and tracking.log_curves(tracked, metrics, warn)
         and tracking.log_files(tracked, files, warn)
         and (not run.config.tracking.log_model or _log_model(run, saved(run.checkpoints)[-1], warn))
     )
@@ -163,7 +179,10 @@ def finishing(run: Run, console: Console) -> Iterator[None]:
         finish(run, "FAILED", console.warn)
         raise
     finish(run, "FINISHED", console.warn)
-    console.line(_summary(run, time.monotonic() - started))
+    state = load_state(saved(run.checkpoints)[-1])
+    result = {"step": state["step"], "seconds": time.monotonic() - started, **state["metrics"]}
+    _replace(run.path / "result.json", json.dumps(result, indent=2) + "\n")
+    console.line(summary(run.path))
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
@@ -180,24 +199,31 @@ def place_tags(world_size: int, device_type: str) -> dict[str, str]:
     return {"world_size": str(world_size), "device": device_type, "host": socket.gethostname()}
 
 
-def _summary(run: Run, seconds: float) -> str:
-    newest = saved(run.checkpoints)[-1]
+def summary(path: Path) -> str:
+    """What a finished run came to."""
+    result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    newest = saved(path / "checkpoints")[-1]
     state = load_state(newest)
-    progress, metrics = state["progress"], state["metrics"]
-    top5 = f", top-5 {metrics['val/top5']:.4f}" if "val/top5" in metrics else ""
-    lines = [
-        ("top-1", f"{metrics['val/top1']:.4f}{top5} on {metrics['val/samples']:.0f} images"),
-        ("best", f"{progress['best_top1']:.4f} after step {progress['best_step']}"),
-        ("time", f"{duration(seconds)}, of that {duration(progress['train_seconds'])} in steps"),
-        (
-            "images/s",
-            f"{state['images_seen'] / max(progress['train_seconds'], 1e-9):,.0f} over the whole run",
-        ),
-        ("checkpoint", str(newest)),
-    ]
-    if run.tracked is not None:
-        lines.append(("MLflow", tracking.how_to_open(run.tracked.uri)))
-    return "\n".join(f"{name:<11}{text}" for name, text in lines)
+    progress = state["progress"]
+    top5 = f", top-5 {result['val/top5']:.4f}" if "val/top5" in result else ""
+    lines = {
+        "top-1": f"{result['val/top1']:.4f}{top5} on {result['val/samples']:.0f} images",
+        "best": f"{progress['best_top1']:.4f} after step {progress['best_step']}",
+        "time": f"{duration(result['seconds'])}, of that {duration(progress['train_seconds'])} in steps",
+        "images/s": f"{state['images_seen'] / max(progress['train_seconds'], 1e-9):,.0f} over the whole run",
+        "checkpoint": str(newest),
+    }
+    if (path / "mlflow.json").exists():
+        uri = json.loads((path / "mlflow.json").read_text(encoding="utf-8"))["uri"]
+        lines["MLflow"] = tracking.how_to_open(uri)
+    return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is whole or as it was."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _log_model(run: Run, path: Path, warn: Warn) -> bool:

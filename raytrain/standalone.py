@@ -42,6 +42,10 @@ def run_standalone(request: Request) -> None:
 
 def _run(request: Request, runtime: Runtime) -> None:
     config, path = _on_rank_0(runtime, lambda: runs.resolve(request))
+    if _on_rank_0(runtime, lambda: runs.is_finished(path)):
+        if runtime.rank == 0:
+            print(f"run {path.name} is finished\n{runs.summary(path)}")
+        return
     # the checks of a user's mistakes come to the same on all ranks
     config = runs.with_workers(config, runtime.world_size)
     check_precision(config.train.precision, runtime.device.type)

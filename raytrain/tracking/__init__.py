@@ -11,7 +11,7 @@ run, tracking URI, experiment), so that a user's own MLflow code beside it is le
 
 from raytrain.tracking.artifacts import log_curves, log_files, log_model
 from raytrain.tracking.client import TrackedRun
-from raytrain.tracking.sender import MetricSender
+from raytrain.tracking.sender import MetricSender, log_missing
 from raytrain.tracking.start import finish_run, how_to_open, is_local, resolve_uri, start_run
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "is_local",
     "log_curves",
     "log_files",
+    "log_missing",
     "log_model",
     "resolve_uri",
     "start_run",

@@ -3,17 +3,19 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raytrain.tracking.client import (
     TrackedRun,
     Warn,
+    connect,
     hold_request_limits,
     import_client,
     reason,
     request_limits,
     shown,
+    warned,
 )
 
 if TYPE_CHECKING:
@@ -154,3 +156,33 @@ class MetricSender:
                 readings = monitor.aggregate_metrics()
                 self.send({f"system/{key}": value for key, value in readings.items()}, step)
                 step += 1
+
+
+def log_missing(run: TrackedRun, rows: Sequence[Mapping[str, float]], warn: Warn) -> bool:
+    """Store what a sender could not, because it was killed or the tracker was away; what is stored stays.
+
+    Args:
+        run: The run.
+        rows: Of metrics.jsonl: `step`, `time` in seconds, and the metrics.
+        warn: Called if they could not be stored.
+
+    Returns:
+        Whether MLflow has all of them now.
+    """
+    with warned(run, "metrics", warn):
+        client, info = connect(run)
+        from mlflow.entities import Metric
+
+        with request_limits(retries=1):
+            keys = {key for row in rows for key in row} - {"step", "time"}
+            stored = {(key, point.step) for key in keys for point in client.get_metric_history(info.run_id, key)}
+            missing = [
+                Metric(key, value, int(row["time"] * 1000), int(row["step"]))
+                for row in rows
+                for key, value in row.items()
+                if key in keys and (key, row["step"]) not in stored and math.isfinite(value)
+            ]
+            for first in range(0, len(missing), 1000):  # MLflow takes 1000 in a request
+                client.log_batch(info.run_id, metrics=missing[first : first + 1000])
+        return True
+    return False

@@ -176,7 +176,7 @@ def mlflow_points(cwd, run_id):
 def recorded_points(run_path):
     """The same of a run directory's metrics.jsonl."""
     rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    points = [((key, row["step"]), value) for row in rows for key, value in row.items() if key != "step"]
+    points = [((key, row["step"]), value) for row in rows for key, value in row.items() if key not in ("step", "time")]
     assert [place for place, count in Counter(place for place, _ in points).items() if count > 1] == []
     return dict(points)
 
