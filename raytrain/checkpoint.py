@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed when all of it is on 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -63,7 +64,7 @@ def save(
         temporary.mkdir(parents=True)
         for name, tensors in weights.items():
             contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            safetensors.torch.save_file(contiguous, temporary / f"{name}.safetensors")
+            (temporary / f"{name}.safetensors").write_bytes(safetensors.torch.save(contiguous))
         torch.save(dict(training), temporary / "training.pt")
         _write_json(temporary / "state.json", {"format_version": FORMAT_VERSION, "step": step, **state})
         _write_json(
@@ -82,19 +83,27 @@ def save(
 
 
 def newest_valid(folder: Path, warn: Warn) -> Path | None:
-    """The newest checkpoint that verifies, or None. A newer one that does not is named in a warning."""
-    for path in reversed(saved(folder)):
+    """The newest checkpoint that verifies, or None; one process calls.
+
+    All that do not verify are named in a warning and set aside as `damaged_step_...`, so that none of them counts
+    among those to keep.
+    """
+    for path in saved(folder):
         fault = verify(path)
-        if fault is None:
-            return path
-        warn(f"checkpoint {path} does not verify ({fault}); falling back to the one before it")
-    return None
+        if fault is not None:
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            warn(f"checkpoint {path} does not verify ({fault}); it is set aside as {aside.name}")
+    return saved(folder)[-1] if saved(folder) else None
 
 
 def verify(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if not {"model.safetensors", "training.pt", "state.json"} <= manifest.keys():
+            return "its manifest does not name all files"
         for name, expected in manifest.items():
             found = _fingerprint(path / name)
             if found != expected:
@@ -140,9 +149,12 @@ def best(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all but the newest `keep_last` and the best `keep_best`, and what a killed process left unfinished."""
+    """Removes all but the newest `keep_last` and the best `keep_best`, and what a killed process left unfinished.
+
+    To be called after a checkpoint was saved, which is the newest and whole: a valid one is always left.
+    """
     paths = saved(folder)
-    keep = {*paths[-keep_last:], *_by_score(folder)[len(_by_score(folder)) - keep_best :]}
+    keep = {*paths[-keep_last:], *_by_score(folder)[::-1][:keep_best]}
     for path in paths:
         if path not in keep:
             # hidden first, so that a half-removed checkpoint is never taken for one that was damaged
@@ -159,8 +171,9 @@ def _by_score(folder: Path) -> list[Path]:
 
 def _score(path: Path) -> float | None:
     try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))["metrics"].get("val/top1")
-    except (OSError, ValueError, KeyError):
+        score = json.loads((path / "state.json").read_text(encoding="utf-8"))["metrics"]["val/top1"]
+        return score if math.isfinite(score) else None
+    except (OSError, ValueError, KeyError, TypeError):  # not evaluated, or damaged
         return None
 
 

@@ -3,11 +3,14 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from raytrain.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class Runtime:
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Takes the greatest over all ranks, in place. All ranks must call."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in the order of rank; anything that can be pickled. All ranks must call."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Returns when all ranks have called."""

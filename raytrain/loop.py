@@ -42,7 +42,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         DataError: an image cannot be read.
         CheckpointError: the checkpoint is of another recipe.
         RunError: a checkpoint cannot be written; on rank 0.
-        NonFiniteError: a loss is not finite; on all ranks.
+        NonFiniteError: a loss is not finite, on all ranks; or a weight before it is saved, on rank 0.
         StoppedError: a rank was asked to stop; on all ranks, after a checkpoint.
     """
     plan = make_plan(config.train, len(sources.train.labels))
@@ -94,7 +94,8 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
             continue
 
         progress.train_seconds += window.seconds()
-        recorder.metrics(progress.step, {"epoch": epoch, **window.metrics()})
+        skipped = {"train/skipped_steps": progress.skipped_steps} if precision == "fp16" else {}
+        recorder.metrics(progress.step, {"epoch": epoch, **window.metrics(), **skipped})
         if eval_due:
             own_batches = eval_batches(
                 sources.val,

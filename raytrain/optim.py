@@ -16,7 +16,11 @@ def make_optimizer(model: nn.Module, optim: config.Optim) -> torch.optim.Optimiz
     ]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, fused=True)
-    return torch.optim.SGD(groups, lr=optim.base_lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
+    optimizer = torch.optim.SGD(groups, optim.base_lr, optim.momentum, nesterov=optim.nesterov, fused=True)
+    if optim.momentum:
+        for parameter in parameters:  # the fused kind leaves it as it finds it where float16 skips the first step
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def make_ema(model: nn.Module, decay: float | None) -> AveragedModel | None:

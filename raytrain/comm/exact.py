@@ -26,14 +26,15 @@ import torch
 
 from raytrain.comm.step import Reduction, Totals
 from raytrain.distributed import Runtime
+from raytrain.errors import NonFiniteError
 from raytrain.model import Classifier, StepBatchNorm
 
 HEADROOM = 16.0
 SHRINKAGE = 32.0
 LARGEST_EXPONENT = 100.0
 """A gradient of zero says nothing of the next one; a scale of 2**100 makes any that matters noticed."""
-STATISTICS_SCALE = 2.0**32
-LARGEST_STATISTIC = 2.0**24
+STATISTICS_SCALE = 2.0**28
+LARGEST_STATISTIC = 2.0**28
 BUCKET = 2**22
 """Elements that are summed over the ranks together; 16 MiB."""
 BLOCK = 2**16
@@ -68,6 +69,7 @@ class ExactReduction(Reduction):
         zero = self._scale.new_zeros(())
         self._extremes = [[zero] for _ in self._parameters]
         self._bad = torch.zeros(self._runtime.world_size, device=self._runtime.device)
+        self._too_large = torch.zeros(1, device=self._runtime.device)
         self._statistics = torch.zeros(2 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
         self._is_first = [True] * len(self._parameters)
         self._is_last_pass = False
@@ -82,23 +84,29 @@ class ExactReduction(Reduction):
 
     def add(self, loss: torch.Tensor) -> None:
         values = torch.cat([loss.view(1), loss.new_zeros(1), self._batchnorm.seen]).double()
-        self._bad[self._runtime.rank] += ~(values.abs() <= LARGEST_STATISTIC).all()
+        self._bad[self._runtime.rank] += ~loss.isfinite()
+        self._too_large += loss.isfinite() & ~(values.abs() <= LARGEST_STATISTIC).all()
         self._statistics += (values * STATISTICS_SCALE).round_().long()
 
     def finish(self, stop: int) -> Totals | None:
-        world_size, count = self._runtime.world_size, len(self._parameters)
         self._start_all()
+        world_size, count = self._runtime.world_size, len(self._parameters)
         own = torch.stack([torch.stack(extremes).abs().amax() for extremes in self._extremes])
-        agreed = torch.cat([self._bad, ~own.isfinite(), own.nan_to_num(0, 0)])
-        bad, not_finite, largest = self._runtime.max(agreed).split([world_size, count, count])
+        agreed = torch.cat([self._bad, self._too_large, ~own.isfinite(), own.nan_to_num(0, 0)])
+        bad, too_large, not_finite, largest = self._runtime.max(agreed).split([world_size, 1, count, count])
+        for wait in self._started:
+            wait()
         used = largest * self._scale
         too_small = (used < self._limit / HEADROOM / SHRINKAGE) & (largest > 0) & (self._scale < 2**LARGEST_EXPONENT)
+        if too_large:
+            raise NonFiniteError(
+                f"a loss or a statistic of batch norm is above {LARGEST_STATISTIC:g}, more than exact sums hold; lower "
+                "optim.base_lr, or set comm.reduction=float"
+            )
         if not_finite.any():  # as a float sum would have it: the caller finds no number either
             self._gradients.fill_(math.inf)
         elif ((used > self._limit) | too_small).any():
             self._largest_before = largest
-            for wait in self._started:
-                wait()
             return None
         else:
             self._largest_before = largest
@@ -147,11 +155,9 @@ class ExactReduction(Reduction):
             self._started.append(self._runtime.start_sum(sums))
 
     def _take_sums(self) -> None:
-        for bucket, wait in zip(self._buckets, self._started, strict=True):
-            wait()
-            for index in bucket:
-                for block, integers in zip(self._gradient_blocks_of[index], self._sum_blocks_of[index], strict=True):
-                    block.copy_(integers).mul_(1 / self._scale_of[index])  # a power of two, so exact
+        for gradients, sums, scale in zip(self._gradient_blocks_of, self._sum_blocks_of, self._scale_of, strict=True):
+            for block, integers in zip(gradients, sums, strict=True):
+                block.copy_(integers).mul_(1 / scale)  # a power of two, so exact
 
 
 def _make_buckets(sizes: list[int]) -> list[range]:

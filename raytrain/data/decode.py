@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 from PIL import Image
 
 from raytrain.errors import DataError
@@ -16,6 +17,10 @@ def decode(encoded: bytes | memoryview, name: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded))
         image.load()
-        return image if image.mode in ("L", "RGB") else image.convert("RGB")
+        if image.mode in ("L", "RGB"):
+            return image
+        if image.mode.startswith("I;16"):  # Pillow would keep the values up to 255 and cut the rest off
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and its own
         raise DataError(f"cannot decode image {name}: {error}; repair or remove it") from error

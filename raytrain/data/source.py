@@ -98,7 +98,7 @@ class FolderSource:
             files = sorted(
                 f"{folder}/{entry.name}"
                 for entry in os.scandir(root / folder)
-                if not entry.name.startswith(".") and entry.name.lower().endswith(IMAGE_SUFFIXES)
+                if entry.name.lower().endswith(IMAGE_SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
             )
             if not files:
                 raise DataError(
