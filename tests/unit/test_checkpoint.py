@@ -219,7 +219,7 @@ def test_where_all_are_damaged_there_is_none_and_each_is_named(tmp_path):
         flip(save(tmp_path, step) / "model.safetensors")
     step, warnings = newest(tmp_path)
     assert step is None
-    assert [f"step_{step:08d}" in warning for step, warning in zip((30, 20, 10), warnings, strict=True)] == [True] * 3
+    assert [f"step_{step:08d}" in warning for step, warning in zip((10, 20, 30), warnings, strict=True)] == [True] * 3
 
 
 def test_without_checkpoints_there_is_none_and_no_warning(tmp_path):
@@ -295,23 +295,25 @@ def test_pruning_removes_what_a_killed_process_left(tmp_path):
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
 def test_damaged_newer_ones_do_not_drive_out_the_only_good_one(tmp_path, keep_last):
-    """A run that fell back to step 10 and has not come past the damaged ones yet."""
+    """A run that falls back to step 10 sets the damaged ones aside, and saves before it has come past them."""
     save(tmp_path, 10)
     for step in (20, 30, 40):
         flip(save(tmp_path, step) / "model.safetensors")
-    checkpoint.prune(tmp_path, keep_last, 0)
     assert newest(tmp_path)[0] == 10
     save(tmp_path, 15)
     checkpoint.prune(tmp_path, keep_last, 0)
-    assert newest(tmp_path)[0] == 15
+    assert newest(tmp_path) == (15, [])
+    assert (tmp_path / "step_00000010").exists() == (keep_last > 1)
+    assert (tmp_path / "damaged_step_00000040").exists()
 
 
 def test_a_damaged_best_does_not_drive_out_a_good_one(tmp_path):
     save(tmp_path, 10, 0.5)
     flip(save(tmp_path, 20, 0.9) / "model.safetensors")
-    flip(save(tmp_path, 30, 0.1) / "model.safetensors")
-    checkpoint.prune(tmp_path, 1, 1)
     assert newest(tmp_path)[0] == 10
+    save(tmp_path, 30, 0.1)
+    checkpoint.prune(tmp_path, 1, 1)
+    assert [path.name for path in checkpoint.saved(tmp_path)] == ["step_00000010", "step_00000030"]
 
 
 # what cannot or must not be written
