@@ -1,5 +1,6 @@
 import io
 import math
+import time
 
 import numpy as np
 import pytest
@@ -149,3 +150,27 @@ def test_a_network_is_evaluated_in_eval_mode_and_left_as_it_was():
         model = Mode(model.logits).train(training)
         evaluate(model, batches, 6, Runtime())
         assert model.training == training
+
+
+def evaluate_slowly(runtime):
+    """Five batches of 1.5 s on two ranks: 4.5 s, and 1.5 s of waiting for the rank with one batch more."""
+
+    def batches():
+        for _ in range(3 - runtime.rank):
+            time.sleep(1.5)
+            yield Batch(torch.zeros(2, 4, 4, 3, dtype=torch.uint8), torch.tensor([0, 1]))
+
+    return evaluate(Zeros(), batches(), 2, runtime)
+
+
+class Zeros(torch.nn.Module):
+    """Logits of 0 for two classes: the first is the answer, its probability a half."""
+
+    def forward(self, images):
+        return torch.zeros(len(images), 2)
+
+
+def test_an_evaluation_may_take_longer_than_a_collective():
+    """C61: no rank waits for all of another's evaluation."""
+    both = run_ranks(2, evaluate_slowly, timeout_seconds=4)
+    assert both[0] == both[1] == {"val/top1": 0.5, "val/loss": pytest.approx(math.log(2)), "val/samples": 10.0}
