@@ -236,7 +236,7 @@ def test_torchrun_comes_to_the_same_bits_in_the_same_directory(good, tmp_path):
     check_quiet(ended.stdout + ended.stderr)
     assert len([line for line in ended.stdout.splitlines() if f"/{STEPS}  loss" in line]) == STEPS
     path = launch / "runs" / "good"
-    names = {"config.yaml", "checkpoints", "metrics.jsonl", "mlflow.json"}
+    names = {"config.yaml", "checkpoints", "metrics.jsonl", "mlflow.json", "result.json"}
     assert {entry.name for entry in path.iterdir()} == names
     assert {entry.name for entry in good.path.iterdir()} - {"ray"} == names
 
