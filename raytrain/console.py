@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: one live line, and a line for each thing worth keeping."""
 
+import math
 import sys
 from typing import Any, TextIO
 
@@ -63,7 +64,7 @@ class Console:
         left = (self._plan.images_seen(self._plan.total_steps) - self._plan.images_seen(step)) / rate
         epochs = self._plan.epochs
         return (
-            f"epoch {min(epochs, int(metrics['epoch']) + 1)}/{epochs}  step {step:,}/{self._plan.total_steps:,}  "
+            f"epoch {math.ceil(metrics['epoch'])}/{epochs}  step {step:,}/{self._plan.total_steps:,}  "
             f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.4g}  {rate:,.0f} images/s  "
             f"{self._num_workers} worker{'s' if self._num_workers > 1 else ''}  {duration(left)} left"
         )
