@@ -42,6 +42,8 @@ def draw_curves(metrics: Sequence[Mapping[str, float]]) -> "Figure":
         axes.grid(visible=True, color="#e6e6e6", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=GRAY)
+        if title == "loss" and axes.dataLim.y0 > 0 and axes.dataLim.y1 > 20 * axes.dataLim.y0:
+            axes.set_yscale("log")  # one wild early evaluation would flatten all that follows
         if "accuracy" in title:
             axes.yaxis.set_major_formatter("{x:.0%}")
         if any(labels.values()):
