@@ -246,7 +246,7 @@ class Config(Section):
         if self.train.max_steps is None and self.schedule.warmup_epochs >= self.train.epochs:
             raise ValueError(
                 f"schedule.warmup_epochs {self.schedule.warmup_epochs:g} must be less than train.epochs "
-                f"{self.train.epochs}: no step would be left for the decay"
+                f"{self.train.epochs}: no step would be left for the decay; set schedule.warmup_epochs=0, say"
             )
         return self
 

@@ -29,10 +29,12 @@ class Console:
     def __enter__(self) -> "Console":
         if self._rich.is_terminal:
             self._live.start()
+        self.show(f"starting {self._workers()}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._rich.is_terminal:
+            self._live.update(Text(""))
             self._live.stop()
 
     def handle(self, event: dict[str, Any]) -> None:
@@ -44,12 +46,16 @@ class Console:
         self._epoch = metrics.get("epoch", self._epoch)
         if "val/top1" in metrics:
             top5 = f"  top5 {metrics['val/top5']:.4f}" if "val/top5" in metrics else ""
+            when = f"epoch {self._epoch:g}" if self._epoch % 1 == 0 else f"step {step:,}"
             self.line(
-                f"epoch {self._epoch:.4g}: val top1 {metrics['val/top1']:.4f}{top5}  "
+                f"{when}: val top1 {metrics['val/top1']:.4f}{top5}  "
                 f"loss {metrics['val/loss']:.4f}  ({metrics['val/samples']:.0f} images)"
             )
         elif "train/loss" in metrics:
-            self._show(self._progress(step, metrics))
+            self.show(self._progress(step, metrics))
+
+    def _workers(self) -> str:
+        return f"{self._num_workers} worker{'s' if self._num_workers > 1 else ''}"
 
     def line(self, text: str) -> None:
         """Writes a line that stays."""
@@ -66,10 +72,11 @@ class Console:
         return (
             f"epoch {math.ceil(metrics['epoch'])}/{epochs}  step {step:,}/{self._plan.total_steps:,}  "
             f"loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.4g}  {rate:,.0f} images/s  "
-            f"{self._num_workers} worker{'s' if self._num_workers > 1 else ''}  {duration(left)} left"
+            f"{self._workers()}  {duration(left)} left"
         )
 
-    def _show(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """Makes a text the live line."""
         if self._rich.is_terminal:
             self._live.update(Text(text))
         else:

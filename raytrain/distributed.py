@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from raytrain.errors import ConfigError
+from raytrain.errors import ConfigError, ResourceError
 
 T = TypeVar("T")
 
@@ -58,9 +58,18 @@ class Runtime:
 
 
 def torchrun_runtime(*, use_gpu: bool | None) -> Runtime:
-    """Joins the process group that torchrun's environment describes. All its processes must call."""
+    """Joins the process group that torchrun's environment describes. All its processes must call.
+
+    Raises:
+        ResourceError: this machine has no GPU for this process.
+    """
     local_rank = int(os.environ["LOCAL_RANK"])
     use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
+    if use_gpu and local_rank >= torch.cuda.device_count():
+        raise ResourceError(
+            f"a process for local rank {local_rank} needs {local_rank + 1} GPU(s) on this machine, and there are "
+            f"{torch.cuda.device_count()}; start as many as there are, or set scaling.use_gpu=false"
+        )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)

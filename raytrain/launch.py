@@ -200,7 +200,7 @@ def _fit(run: Run, resources: dict[str, float], console: Console, signals: list[
             if heard > 1:
                 raise StoppedError("stopped at once; the newest checkpoint is of an earlier step", signals[-1])
             request_stop(run, signals[0])
-            console.line("stopping after this step, with a checkpoint; once more to stop at once")
+            console.line("stopping after the present step, with a checkpoint; once more to stop at once")
     show_events()
     if failure:
         raise _cause(failure[0], signals)

@@ -178,6 +178,8 @@ def finishing(run: Run, console: Console) -> Iterator[None]:
     except BaseException:
         finish(run, "FAILED", console.warn)
         raise
+    if run.tracked is not None:
+        console.show("storing the run in MLflow")
     finish(run, "FINISHED", console.warn)
     state = load_state(saved(run.checkpoints)[-1])
     result = {"step": state["step"], "seconds": time.monotonic() - started, **state["metrics"]}
