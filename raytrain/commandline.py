@@ -4,7 +4,7 @@ import difflib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -67,7 +67,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read config {path}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
         raise ConfigError(f"config {path} must be sections of `key: value`, see --help")
@@ -153,9 +153,13 @@ def _override(word: str) -> tuple[str, Any]:
     if dotted not in known:
         raise ConfigError(f"unknown key {dotted}{_nearest(dotted, known)}; see --help")
     try:
-        return dotted, yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{dotted}: cannot read the value {text!r}: {error}") from error
+        value = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        if not _takes_text(dotted):
+            raise ConfigError(f"{dotted}: cannot read the value {text!r}: {error}") from error
+        value = text
+    is_text = value is None or isinstance(value, str)
+    return dotted, text if _takes_text(dotted) and not is_text else value  # a name such as 2024-01-02 is no date
 
 
 def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]) -> str:
@@ -168,6 +172,15 @@ def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, ove
     if len(location) < 2:  # a check over several keys, which its message names
         return f"{dotted}: {message}" if dotted else message
     return f"{dotted}: {message}, not {fault['input']!r}{origin}"
+
+
+def _takes_text(dotted: str) -> bool:
+    section, key = dotted.split(".")
+    model = Config.model_fields[section].annotation
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    kind = model.model_fields[key].annotation
+    return kind is str or str in get_args(kind)
 
 
 def _known_keys() -> Iterator[str]:

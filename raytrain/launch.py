@@ -66,9 +66,11 @@ def launch(request: Request) -> None:
         device_type = "cuda" if "GPU" in resources else "cpu"
         check_precision(config.train.precision, device_type)
         _check_tracking(config)
-        run = runs.start(config, path, plan.num_images, runs.place_tags(config.scaling.num_workers, device_type))
-        with Console(plan, config.scaling.num_workers) as console, runs.finishing(run, console):
-            _fit(run, resources, console, signals)
+        with runs.claim(path, resume="--resume" in request.flags):
+            tags = runs.place_tags(config.scaling.num_workers, device_type)
+            run = runs.start(config, path, plan.num_images, tags)
+            with Console(plan, config.scaling.num_workers) as console, runs.finishing(run, console):
+                _fit(run, resources, console, signals)
 
 
 def worker_resources(scaling: Scaling, nodes: list[dict[str, Any]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from raytrain.config import Config
 from raytrain.data.loader import StepBatches, eval_batches, train_batches
 from raytrain.data.source import Sources
 from raytrain.distributed import Runtime, resolve_precision
-from raytrain.errors import NonFiniteError, StoppedError
+from raytrain.errors import ConfigError, DataError, NonFiniteError, StoppedError
 from raytrain.evaluation import evaluate
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
@@ -38,8 +38,8 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         recorder: takes the metrics, on rank 0.
 
     Raises:
-        ConfigError: recipe and data do not fit each other.
-        DataError: an image cannot be read.
+        ConfigError: recipe and data do not fit each other, or the ranks' devices each other.
+        DataError: an image cannot be read, or the data is not what the checkpoint was trained on.
         CheckpointError: the checkpoint is of another recipe.
         RunError: a checkpoint cannot be written; on rank 0.
         NonFiniteError: a loss is not finite, on all ranks; or a weight before it is saved, on rank 0.
@@ -47,12 +47,13 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
     """
     plan = make_plan(config.train, len(sources.train.labels))
     learning_rate = make_schedule(config, plan)
-    precision = resolve_precision(config.train.precision, runtime.device)
+    precision = _agree_on_precision(config, runtime)
     num_classes = len(sources.train.class_names)
     num_threads = config.data.num_threads or torch.get_num_threads()
 
     state = TrainState(config, num_classes, runtime, precision)
     if (path := _agree_on_checkpoint(folder, runtime, recorder)) is not None:
+        _check_same_data(path, sources)
         state.load(path)
         recorder.note(f"resuming after step {state.progress.step} from {path}")
     recorder.start(state.progress.step)
@@ -114,6 +115,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
                 "images_seen": plan.images_seen(progress.step),
                 "precision": precision,
                 "class_names": list(sources.train.class_names),
+                "num_images": plan.num_images,
                 "config": dump(config),
             }
             state.save(folder, description)
@@ -254,6 +256,26 @@ def _agree_on_checkpoint(folder: Path, runtime: Runtime, recorder: Recorder) -> 
     if runtime.world_size > 1:
         dist.broadcast_object_list(found, device=runtime.device)
     return found[0]
+
+
+def _agree_on_precision(config: Config, runtime: Runtime) -> str:
+    """The precision, which `auto` must not make another one on another rank. All ranks must call."""
+    precisions = runtime.gather(resolve_precision(config.train.precision, runtime.device))
+    if len(set(precisions)) > 1:
+        raise ConfigError(f"train.precision auto comes to {', '.join(precisions)} on ranks 0, 1, ...; set one of them")
+    return precisions[0]
+
+
+def _check_same_data(path: Path, sources: Sources) -> None:
+    """Labels and the order of samples mean something else in other data."""
+    saved = checkpoint.load_state(path)
+    now = {"class_names": list(sources.train.class_names), "num_images": len(sources.train.labels)}
+    for key, value in now.items():
+        if saved[key] != value:
+            raise DataError(
+                f"the training set is not what checkpoint {path} was trained on: {key} was {saved[key]}, is {value}; "
+                "give the data of that time, or start a new run"
+            )
 
 
 def _is_multiple(value: float, of: int | None) -> bool:

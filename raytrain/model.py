@@ -66,10 +66,9 @@ def check_model(model: config.Model, data: config.Data, num_classes: int) -> Non
         ConfigError: there is no such model, or it does not take images of this size.
     """
     with torch.device("meta"):
-        network = build_model(model, data, num_classes, seed=0)
         images = torch.empty(2, data.image_size, data.image_size, 3, dtype=torch.uint8)
         try:
-            network(images)
+            build_model(model, data, num_classes, seed=0)(images)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"model.name {model.name} does not take images of data.image_size {data.image_size}: {error}"

@@ -4,6 +4,7 @@ Pure functions of the recipe and the size of the training set. The number of wor
 `deal`, and changes nothing but who computes a micro-batch.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,12 +75,12 @@ def idle_fraction(count: int, world_size: int) -> float:
 
 
 def warmup_steps(warmup_epochs: float, plan: Plan) -> int:
-    """Steps of warm-up.
+    """Whole steps of warm-up.
 
     Raises:
         ConfigError: they leave no step of the run after them.
     """
-    steps = round(warmup_epochs * plan.steps_per_epoch)
+    steps = math.floor(warmup_epochs * plan.steps_per_epoch)
     if steps >= plan.total_steps:
         raise ConfigError(
             f"schedule.warmup_epochs {warmup_epochs:g} is {steps} steps, but the run has only {plan.total_steps}; "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from raytrain.errors import RunError
+
 Listener = Callable[[dict[str, Any]], None]
 """Takes {"kind": "metrics", "step": int, "metrics": {...}} or {"kind": "warning" | "note", "text": str}."""
 
@@ -33,9 +35,16 @@ class Recorder:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Records metrics after so many steps."""
+        """Records metrics after so many steps.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+            try:
+                self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+            except OSError as error:
+                raise RunError(f"cannot write {self._path}: {error}") from error
         self._tell({"kind": "metrics", "step": step, "metrics": metrics})
 
     def warn(self, text: str) -> None:

@@ -8,8 +8,10 @@ runs/NAME/
     ray/             what Ray keeps of its own
 """
 
+import fcntl
 import json
 import platform
+import re
 import shutil
 import socket
 import time
@@ -62,13 +64,12 @@ def resolve(request: Request) -> tuple[Config, Path]:
     name = request.config.run.name
     if "--resume" not in request.flags:
         name = name or f"{request.config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if (storage / name).exists():
-            raise RunError(
-                f"run {name} exists already in {storage}; continue it with --resume, or choose another run.name"
-            )
+        _check_free(storage / name)
         return _absolute(request.config), storage / name
     if name is None:
-        runs = sorted(storage.glob(f"{request.config_name}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
+        named = re.compile(re.escape(request.config_name) + r"-\d{8}-\d{6}")
+        runs = [path for path in storage.glob("*/config.yaml") if named.fullmatch(path.parent.name)]
+        runs.sort(key=lambda path: path.stat().st_mtime)
         if not runs:
             raise RunError(f"no run of {request.config_name} in {storage} to resume; name it with run.name=NAME")
         name = runs[-1].parent.name
@@ -85,81 +86,128 @@ def resolve(request: Request) -> tuple[Config, Path]:
     return _absolute(new), path
 
 
+def _check_free(path: Path) -> None:
+    try:
+        if (path / "config.yaml").exists():
+            raise RunError(
+                f"run {path.name} exists already in {path.parent}; continue it with --resume, or take another run.name"
+            )
+        if path.exists():
+            raise RunError(f"{path} exists and is no run; remove it, or choose another run.name")
+    except OSError as error:
+        raise RunError(f"cannot use the run directory {path}: {error}; set run.storage_path") from error
+
+
 def _absolute(config: Config) -> Config:
     """The config with paths that mean the same in a worker, which has another working directory."""
-    run = config.run.model_copy(update={"storage_path": config.run.storage_path.expanduser().absolute()})
+    try:
+        run = config.run.model_copy(update={"storage_path": config.run.storage_path.expanduser().absolute()})
+        paths = {"path": config.data.path, "cache_path": config.data.cache_path}
+        paths = {name: path and path.expanduser().absolute() for name, path in paths.items()}
+    except RuntimeError as error:  # of expanduser
+        raise ConfigError(f"data.path, data.cache_path or run.storage_path: {error}") from error
+    uri = config.tracking.uri and tracking.resolve_uri(config.tracking.uri, Path.cwd())
     update = {
-        name: path.expanduser().absolute()
-        for name in ("path", "cache_path")
-        if (path := getattr(config.data, name)) is not None
+        "run": run,
+        "data": config.data.model_copy(update=paths),
+        "tracking": config.tracking.model_copy(update={"uri": uri}),
     }
-    return config.model_copy(update={"run": run, "data": config.data.model_copy(update=update)})
+    return config.model_copy(update=update)
 
 
 def is_finished(path: Path) -> bool:
     """Whether a run has come to its end, in its directory and in MLflow."""
-    return (path / "result.json").exists()
+    result = path / "result.json"
+    return result.exists() and json.loads(result.read_text(encoding="utf-8"))["stored"]
+
+
+@contextmanager
+def claim(path: Path, *, resume: bool) -> Iterator[None]:
+    """Holds a run's directory, which it makes for a new run, so that no other process trains in it meanwhile.
+
+    Raises:
+        RunError: another process holds it, or it exists already, or it cannot be written.
+    """
+    try:
+        if not resume:
+            _check_free(path)
+        path.mkdir(parents=True, exist_ok=resume)
+        lock = (path / ".lock").open("w")
+    except OSError as error:
+        raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"run {path.name} in {path.parent} is being trained by another process") from None
+        try:
+            yield
+        finally:
+            (path / ".lock").unlink(missing_ok=True)
+            if not (path / "config.yaml").exists():  # nothing has begun, and the name stays free
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def start(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) -> Run:
-    """Creates the run directory and the MLflow run, or sets both going again. One process calls.
+    """Brings a directory that was claimed, and the MLflow run, to where training can begin. One process calls.
 
     Raises:
         RunError: the directory cannot be written.
         TrackingError: MLflow cannot be reached, or does not store.
     """
-    is_new = not (path / "config.yaml").exists()
+    tracked = _start_tracking(config, path, num_images, tags) if config.tracking.enabled else None
     try:
-        path.mkdir(parents=True, exist_ok=not is_new)
         _replace(path / "config.yaml", dump(config))
-        (path / "stop").unlink(missing_ok=True)
+        for name in ("stop", "result.json"):
+            (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write the run directory {path}: {error}; set run.storage_path") from error
-    if not config.tracking.enabled:
-        return Run(config, path, None)
-    known = json.loads((path / "mlflow.json").read_text(encoding="utf-8")) if (path / "mlflow.json").exists() else {}
-    try:
-        tracked = tracking.start_run(
-            known.get("uri") or tracking.resolve_uri(config.tracking.uri, Path.cwd()),
-            config.tracking.experiment,
-            name=path.name,
-            params={**flatten(config), **derived(config, num_images)},
-            tags={**_versions(), **tags},
-            config=dump(config),
-            run_id=known.get("run_id"),
-        )
-    except BaseException:
-        if is_new:  # nothing has begun, and the name stays free
-            shutil.rmtree(path)
-        raise
-    _replace(path / "mlflow.json", json.dumps(asdict(tracked)))
     return Run(config, path, tracked)
 
 
-def finish(run: Run, status: Status, warn: Warn) -> None:
+def _start_tracking(config: Config, path: Path, num_images: int, tags: Mapping[str, str]) -> tracking.TrackedRun:
+    known = json.loads((path / "mlflow.json").read_text(encoding="utf-8")) if (path / "mlflow.json").exists() else {}
+    tracked = tracking.start_run(
+        config.tracking.uri or known.get("uri") or tracking.resolve_uri(None, Path.cwd()),
+        config.tracking.experiment,
+        name=path.name,
+        params={**flatten(config), **derived(config, num_images)},
+        tags={**_versions(), **tags},
+        config=dump(config),
+        run_id=known.get("run_id"),
+    )
+    _replace(path / "mlflow.json", json.dumps(asdict(tracked)))
+    return tracked
+
+
+def finish(run: Run, status: Status, warn: Warn) -> bool:
     """Brings into MLflow what the run directory has, and ends the run there. One process calls.
 
-    Tracking that fails costs one warning, and what is left is not tried.
+    Tracking that fails costs a warning, and what is left is not tried.
+
+    Returns:
+        Whether MLflow has all of it, or none was asked for.
     """
     tracked = run.tracked
     if tracked is None:
-        return
+        return True
     metrics = read_metrics(run.path / "metrics.jsonl")
     kept = {path for path in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if path is not None}
     files = {run.path / "metrics.jsonl": "", **{path: f"checkpoints/{path.name}" for path in kept}}
     files = {path: place for path, place in files.items() if path.exists()}
     if status != "FINISHED":  # whoever waits for the end of this process may not wait for uploads
-        if tracking.finish_run(tracked, status, warn) and tracking.log_missing(tracked, metrics, warn):
-            tracking.log_files(tracked, files, warn)
-        return
-    done = (
+        return (
+            tracking.finish_run(tracked, status, warn)
+            and tracking.log_missing(tracked, metrics, warn)
+            and tracking.log_files(tracked, files, warn)
+        )
+    return (
         tracking.log_missing(tracked, metrics, warn)
         and tracking.log_curves(tracked, metrics, warn)
         and tracking.log_files(tracked, files, warn)
         and (not run.config.tracking.log_model or _log_model(run, saved(run.checkpoints)[-1], warn))
+        and tracking.finish_run(tracked, status, warn)
     )
-    if done:
-        tracking.finish_run(tracked, status, warn)
 
 
 @contextmanager
@@ -180,9 +228,11 @@ def finishing(run: Run, console: Console) -> Iterator[None]:
         raise
     if run.tracked is not None:
         console.show("storing the run in MLflow")
-    finish(run, "FINISHED", console.warn)
+    stored = finish(run, "FINISHED", console.warn)
+    if not stored:
+        console.warn(f"MLflow does not have all of this run; bring it there with --resume run.name={run.path.name}")
     state = load_state(saved(run.checkpoints)[-1])
-    result = {"step": state["step"], "seconds": time.monotonic() - started, **state["metrics"]}
+    result = {"stored": stored, "step": state["step"], "seconds": time.monotonic() - started, **state["metrics"]}
     _replace(run.path / "result.json", json.dumps(result, indent=2) + "\n")
     console.line(summary(run.path))
 

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
@@ -52,13 +53,19 @@ def _run(request: Request, runtime: Runtime) -> None:
     sources = open_sources(config.data)
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
-    tags = runs.place_tags(runtime.world_size, runtime.device.type)
-    run = _on_rank_0(runtime, lambda: runs.start(config, path, plan.num_images, tags))
-    if runtime.rank != 0:
-        work(run, runtime, lambda _: None, sources)
-        return
-    with Console(plan, runtime.world_size) as console, runs.finishing(run, console):
-        work(run, runtime, console.handle, sources)
+    with ExitStack() as stack:
+
+        def start() -> runs.Run:
+            stack.enter_context(runs.claim(path, resume="--resume" in request.flags))
+            tags = runs.place_tags(runtime.world_size, runtime.device.type)
+            return runs.start(config, path, plan.num_images, tags)
+
+        run = _on_rank_0(runtime, start)
+        if runtime.rank != 0:
+            work(run, runtime, lambda _: None, sources)
+            return
+        with Console(plan, runtime.world_size) as console, runs.finishing(run, console):
+            work(run, runtime, console.handle, sources)
 
 
 def _on_rank_0(runtime: Runtime, call: Callable[[], T]) -> T:

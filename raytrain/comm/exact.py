@@ -105,7 +105,7 @@ class ExactReduction(Reduction):
             )
         if not_finite.any():  # as a float sum would have it: the caller finds no number either
             self._gradients.fill_(math.inf)
-        elif ((used > self._limit) | too_small).any():
+        elif ((used >= self._limit) | too_small).any():
             self._largest_before = largest
             return None
         else:

@@ -6,7 +6,6 @@ Class names and their order come from the training set; the validation set is re
 import errno
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -46,12 +45,8 @@ class Sources(NamedTuple):
     val: Source
 
 
-def open_sources(data: config.Data, class_names: Sequence[str] | None = None) -> Sources:
+def open_sources(data: config.Data) -> Sources:
     """Opens what the config names, and checks all labels.
-
-    Args:
-        data: the config's section.
-        class_names: of a checkpoint, which the training set must agree with.
 
     Raises:
         DataError: a path or a class is missing, a class is empty, or the sets do not agree.
@@ -64,9 +59,6 @@ def open_sources(data: config.Data, class_names: Sequence[str] | None = None) ->
         root = data.path.expanduser()
         train = FolderSource(root / "train")
         val = FolderSource(root / "val", train.class_names)
-    if class_names is not None and tuple(class_names) != train.class_names:
-        changed = sorted(set(class_names) ^ set(train.class_names)) or "their order"
-        raise DataError(f"the training set's classes are not those of the checkpoint; they differ in {changed}")
     return Sources(train, val)
 
 
@@ -84,7 +76,7 @@ class FolderSource:
     def __init__(self, root: Path, class_names: tuple[str, ...] | None = None) -> None:
         if not root.is_dir():
             raise DataError(f"no folder {root}; a dataset is train/CLASS/* and val/CLASS/* under data.path")
-        folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+        folders = sorted(entry.name for entry in _list(root) if entry.is_dir())
         if not folders:
             raise DataError(f"{root} has no class folders; images lie in {root}/CLASS/")
         if class_names is not None and (unknown := sorted(set(folders) - set(class_names))):
@@ -97,8 +89,8 @@ class FolderSource:
         for folder in folders:
             files = sorted(
                 f"{folder}/{entry.name}"
-                for entry in os.scandir(root / folder)
-                if entry.name.lower().endswith(IMAGE_SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
+                for entry in _list(root / folder)
+                if entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.is_file()
             )
             if not files:
                 raise DataError(
@@ -145,6 +137,13 @@ class ArrowSource:
     def name(self, index: int) -> str:
         """File and row."""
         return f"{self._path} row {index}"
+
+
+def _list(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"cannot list {folder}: {os.strerror(error.errno or errno.EIO)}") from error
 
 
 def _open_digits(cache: Path, split: str) -> ArrowSource:

@@ -91,6 +91,11 @@ def test_flattened_keys_are_those_that_an_override_takes():
     assert parse([*words, str(ROOT / "configs/quickstart.yaml")], "quickstart", FLAGS).config == config
 
 
+@pytest.mark.parametrize("name", ["2024-01-02", "2024-13-45", "20240102", "1e3", "on"])
+def test_a_name_is_text_whatever_it_looks_like(name):
+    assert parse([f"run.name={name}"], "quickstart", FLAGS).config.run.name == name
+
+
 def test_a_config_does_not_change():
     with pytest.raises(ValueError, match="frozen"):
         build({}, {}, "test").train.epochs = 3

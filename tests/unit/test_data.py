@@ -83,16 +83,6 @@ def test_a_validation_set_with_an_unknown_class_is_refused_by_name(tmp_path):
         open_folder(make_folder(tmp_path, counts))
 
 
-def test_the_training_set_must_have_the_checkpoints_classes_in_their_order(tmp_path):
-    make_folder(tmp_path, {"train/a": 1, "train/b": 1, "val/a": 1})
-    data = Data(source="folder", path=tmp_path)
-    assert open_sources(data, ["a", "b"]).train.class_names == ("a", "b")
-    with pytest.raises(DataError, match="c"):
-        open_sources(data, ["a", "b", "c"])
-    with pytest.raises(DataError, match="order"):
-        open_sources(data, ["b", "a"])
-
-
 def test_hidden_and_stray_files_are_passed_over(tmp_path):
     """B37."""
     make_folder(tmp_path, {"train/a": 1, "train/b": 2, "train/.ipynb_checkpoints": 3, "val/a": 1, "val/.b": 1})

@@ -441,7 +441,8 @@ def test_skipped_steps_are_counted_and_hold_the_learning_rate_back(tmp_path):
     config = make_config(train__precision="fp16", train__epochs=2, checkpoint__every_steps=1)
     state = overflowing_state(config)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-56)
-    state.save(tmp_path / "checkpoints", {})  # a run of no steps to go on from
+    data = {"class_names": list(Noise.class_names), "num_images": 18}
+    state.save(tmp_path / "checkpoints", data)  # a run of no steps to go on from
     progress, rows = run(config, tmp_path)
     skipped = [
         checkpoint.load_state(path)["progress"]["skipped_steps"] for path in checkpoint.saved(tmp_path / "checkpoints")
@@ -593,3 +594,15 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step(one_and_two):
     assert both[0]["wild"] == both[1]["wild"]
     assert "step 1 on rank 0, 1" in both[0]["wild"]
     assert not (folder / "wild").exists()
+
+
+def test_a_run_goes_on_with_the_data_it_began_with_or_not_at_all(tmp_path):
+    config = make_config()
+    with pytest.raises(StoppedError):
+        run(config, tmp_path, runtime=stop_after(2))
+    with pytest.raises(DataError, match="num_images was 18, is 30"):
+        run(config, tmp_path, images=30)
+    renamed = Noise(18)
+    renamed.class_names = ("red", "green", "azure")
+    with pytest.raises(DataError, match=r"class_names was \['red', 'green', 'blue'\], is \['red', 'green', 'azure'\]"):
+        train(config, Runtime(), Sources(renamed, Noise(5)), tmp_path / "checkpoints", Recorder())

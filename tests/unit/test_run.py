@@ -1,0 +1,49 @@
+"""The run directory: whose it is, and which one a command line means."""
+
+import pytest
+
+from raytrain import run as runs
+from raytrain.commandline import parse
+from raytrain.errors import RunError
+
+FLAGS = frozenset({"--resume"})
+
+
+def resolve(tmp_path, *words):
+    return runs.resolve(parse([f"run.storage_path={tmp_path}", *words], "quickstart", FLAGS))
+
+
+def test_only_one_process_trains_in_a_directory(tmp_path):
+    config, path = resolve(tmp_path, "run.name=one", "tracking.enabled=false")
+    with runs.claim(path, resume=False):
+        runs.start(config, path, 1438, {})
+        with pytest.raises(RunError, match="run one exists already"), runs.claim(path, resume=False):
+            pass
+        with pytest.raises(RunError, match="is being trained by another process"), runs.claim(path, resume=True):
+            pass
+    with runs.claim(path, resume=True):
+        assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.yaml"]
+    assert [entry.name for entry in path.iterdir()] == ["config.yaml"]
+
+
+def test_a_run_that_has_not_begun_leaves_its_name_free(tmp_path):
+    _, path = resolve(tmp_path, "run.name=one")
+    with pytest.raises(ZeroDivisionError), runs.claim(path, resume=False):
+        raise ZeroDivisionError
+    assert not path.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "one").mkdir()
+    with pytest.raises(RunError, match="is no run"):
+        resolve(tmp_path, "run.name=one")
+
+
+def test_resume_without_a_name_takes_the_newest_run_of_that_very_config(tmp_path):
+    for name in ("quickstart-20260101-000000", "quickstart-20260102-000000", "quickstart-large-20260103-000000"):
+        config, path = resolve(tmp_path, f"run.name={name}", "tracking.enabled=false")
+        with runs.claim(path, resume=False):
+            runs.start(config, path, 1438, {})
+    assert resolve(tmp_path, "--resume")[1].name == "quickstart-20260102-000000"
+    with pytest.raises(RunError, match="no run absent"):
+        resolve(tmp_path, "--resume", "run.name=absent")
