@@ -58,9 +58,9 @@ def test_max_steps_that_the_warm_up_fills_are_refused(max_steps):
         rates(train__max_steps=max_steps, schedule__warmup_epochs=2)
 
 
-def test_a_warm_up_that_rounds_to_the_whole_run_is_refused():
-    with pytest.raises(ConfigError, match="warmup_epochs"):
-        rates(schedule__warmup_epochs=2.99)
+def test_a_warm_up_of_part_of_an_epoch_takes_whole_steps():
+    got = rates(schedule__warmup_epochs=2.99)
+    assert got.index(max(got)) == int(2.99 * STEPS) == 3 * STEPS - 1
 
 
 def test_max_steps_fits_the_schedule_to_itself():
@@ -76,7 +76,7 @@ def test_the_rate_is_never_negative_nor_above_the_peak_and_has_one_summit():
         for decay in ("cosine", "multistep", "constant"):
             for max_steps in (None, 19, 20, 100):
                 got = rates(schedule__warmup_epochs=warmup, schedule__decay=decay, train__max_steps=max_steps)
-                summit = round(warmup * STEPS)
+                summit = int(warmup * STEPS)
                 assert max(got) == 0.4 == got[summit]
                 assert min(got) >= 0
                 assert got[: summit + 1] == sorted(set(got[: summit + 1]))
