@@ -99,7 +99,7 @@ def test_the_terminal_shows_progress_and_a_summary_and_nothing_else(good):
         rate = points["perf/images_per_second", step]
         assert re.fullmatch(
             re.escape(
-                f"epoch {1 if step < STEPS_PER_EPOCH else 2}/2  step {step}/{STEPS}  loss {loss:.4f}  lr {lr:.4g}  "
+                f"epoch {1 if step <= STEPS_PER_EPOCH else 2}/2  step {step}/{STEPS}  loss {loss:.4f}  lr {lr:.4g}  "
                 f"{rate:,.0f} images/s  2 workers  "
             )
             + r"\d+:\d\d left",
@@ -111,7 +111,8 @@ def test_the_terminal_shows_progress_and_a_summary_and_nothing_else(good):
     assert f"top1 {top1:.4f}  top5 {top5:.4f}  loss {points['val/loss', STEPS]:.4f}  (359 images)" in evaluations[-1]
 
     rest = [line for line in lines if line not in {*progress, *evaluations}]
-    summary = {line.split()[0]: line.split(maxsplit=1)[1] for line in rest}
+    assert [rest[0], rest[1]] == ["starting 2 workers", "storing the run in MLflow"]
+    summary = {line.split()[0]: line.split(maxsplit=1)[1] for line in rest[2:]}
     assert set(summary) == {"top-1", "best", "time", "images/s", "checkpoint", "MLflow"}
     assert summary["top-1"] == f"{top1:.4f}, top-5 {top5:.4f} on 359 images"
     assert summary["checkpoint"] == str(good.checkpoint)
