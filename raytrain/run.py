@@ -60,12 +60,12 @@ def resolve(request: Request) -> tuple[Config, Path]:
         RunError: the run exists and was not to be resumed, or is to be resumed and does not exist.
         ConfigError: an override would change the recipe of a run that has begun.
     """
-    storage = request.config.run.storage_path.expanduser().absolute()
-    name = request.config.run.name
+    config = _absolute(request.config)
+    storage, name = config.run.storage_path, config.run.name
     if "--resume" not in request.flags:
         name = name or f"{request.config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         _check_free(storage / name)
-        return _absolute(request.config), storage / name
+        return config, storage / name
     if name is None:
         named = re.compile(re.escape(request.config_name) + r"-\d{8}-\d{6}")
         runs = [path for path in storage.glob("*/config.yaml") if named.fullmatch(path.parent.name)]

@@ -16,6 +16,7 @@ from raytrain.distributed import Runtime, check_precision, torchrun_runtime
 from raytrain.errors import RaytrainError
 from raytrain.model import check_model
 from raytrain.plan import make_plan
+from raytrain.schedule import make_schedule
 from raytrain.worker import work
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ def _run(request: Request, runtime: Runtime) -> None:
     sources = open_sources(config.data)
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
+    make_schedule(config, plan)
     with ExitStack() as stack:
 
         def start() -> runs.Run:
