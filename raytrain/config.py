@@ -31,10 +31,21 @@ class Run(Section):
 class Data(Section):
     """Which images, and what is done to them."""
 
-    source: Literal["digits", "folder"] = "folder"
-    """`digits`: scikit-learn's handwritten digits. `folder`: path/train/CLASS/* and path/val/CLASS/*."""
-    path: Path | None = None
-    """Root of the folder source."""
+    source: Literal["digits", "folder", "arrow", "parquet", "webdataset"] = "folder"
+    """`digits`: scikit-learn's handwritten digits. `folder`: path/train/CLASS/* and path/val/CLASS/*. `arrow`: what
+    `python -m raytrain.prepare` wrote. `parquet`, `webdataset`: files or tar shards in path/train/ and path/val/, or
+    with train and val (or validation) in their names; made into Arrow shards under cache_path on first use."""
+    path: str | None = None
+    """Root of the dataset: a folder, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER."""
+    image_column: str | None = None
+    """Column of a Parquet file that holds the images. None: found from the schema."""
+    label_column: str | None = None
+    """Column of a Parquet file that holds the labels, integers or strings. None: found from the schema."""
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """What an image that cannot be decoded does. `fail`: ends the run. `skip`: it is left out of its step, counted
+    as data/bad_images, and listed in bad_images.jsonl in the run directory."""
+    max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
+    """Share of the training or of the validation images that may be bad under `skip`; with more the run ends."""
     image_size: int = Field(default=224, ge=8, le=4096)
     """Height and width of a training and evaluation image, pixels."""
     train_crop: Literal["random_resized", "resize"] = "random_resized"
@@ -47,6 +58,19 @@ class Data(Section):
     """Probability of a horizontal flip."""
     color_jitter: tuple[float, float, float] | None = None
     """Greatest relative change of brightness, contrast and saturation. None: off."""
+    auto_augment: Literal["randaugment", "trivialaugment"] | None = None
+    """Operations drawn at random (arXiv 1909.13719; wide form of 2103.10158). None: off."""
+    randaugment_ops: int = Field(default=2, ge=1)
+    """Operations that RandAugment applies to an image."""
+    randaugment_magnitude: int = Field(default=9, ge=0, le=30)
+    """Strength of RandAugment's operations; 30 is the greatest."""
+    random_erasing: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a rectangle is filled with `mean` (arXiv 1708.04896)."""
+    mixup_alpha: float | None = Field(default=None, gt=0)
+    """MixUp (arXiv 1710.09412): parameter of its Beta distribution. None: off."""
+    cutmix_alpha: float | None = Field(default=None, gt=0)
+    """CutMix (arXiv 1905.04899): parameter of its Beta distribution. None: off. With mixup_alpha set too, each image
+    takes one of the two."""
     eval_resize: int | None = Field(default=None, ge=8)
     """Short side before the centre crop in evaluation, pixels. None: image_size (nothing is cropped but
     what makes the image square)."""
@@ -58,6 +82,8 @@ class Data(Section):
     """Loader threads a worker. None: as many as the worker has CPUs."""
     cache_path: Path = Path("~/.cache/raytrain")
     """Directory of each node's own for data made ready to be read."""
+    cache_gib: float | None = Field(default=None, gt=0)
+    """Most that datasets under cache_path may take together; the ones not used for longest make room. None: off."""
     num_train_images: int | None = Field(default=None, ge=2)
     """Size of the training set for `--dry-run` where the data is not at hand. Training counts for itself."""
 
@@ -257,6 +283,8 @@ SPEED_KEYS = (
     "data.path",
     "data.num_threads",
     "data.cache_path",
+    "data.cache_gib",
+    "data.max_bad_fraction",
     "data.num_train_images",
     "comm.bucket_cap_mb",
     "train.log_every",

@@ -28,11 +28,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runti
     model.eval()
     counts = torch.zeros(3, dtype=torch.int64, device=runtime.device)  # images, top-1, top-5
     losses = []
-    with torch.inference_mode():
-        for images, labels in batches:
+    for images, labels, count in batches:
+        with torch.inference_mode():
             logits = model(images)
             right = logits.topk(min(5, num_classes)).indices == labels[:, None]
-            counts += torch.stack([torch.tensor(len(labels), device=runtime.device), right[:, 0].sum(), right.sum()])
+            counts += torch.stack([torch.tensor(count, device=runtime.device), right[:, 0].sum(), right.sum()])
             losses.append(functional.cross_entropy(logits, labels, reduction="none").double().sum())
     model.train(was_training)
     own_losses = torch.stack(losses).tolist() if losses else []

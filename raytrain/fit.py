@@ -53,7 +53,7 @@ def _dry_run(request: Request) -> None:
     if num_images is None:
         from raytrain.data.source import open_sources
 
-        num_images = len(open_sources(config.data).train.labels)
+        num_images = len(open_sources(config.data, print).train.labels)
     print(dump(config))
     print(dry_run_text(config, num_images))
 

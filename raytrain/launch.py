@@ -57,7 +57,7 @@ def launch(request: Request) -> None:
     if runs.is_finished(path):
         print(f"run {path.name} is finished\n{runs.summary(path)}")
         return
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, print)
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
     make_schedule(config, plan)

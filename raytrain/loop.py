@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from raytrain import checkpoint
 from raytrain.comm import Totals
 from raytrain.commandline import dump
 from raytrain.config import Config
+from raytrain.data.bad import BadImages
 from raytrain.data.loader import StepBatches, eval_batches, train_batches
 from raytrain.data.source import Sources
 from raytrain.distributed import Runtime, resolve_precision
@@ -39,7 +40,8 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
 
     Raises:
         ConfigError: recipe and data do not fit each other, or the ranks' devices each other.
-        DataError: an image cannot be read, or the data is not what the checkpoint was trained on.
+        DataError: an image cannot be read, or too many where they are skipped, or the data is not what the checkpoint
+            was trained on.
         CheckpointError: the checkpoint is of another recipe.
         RunError: a checkpoint cannot be written; on rank 0.
         NonFiniteError: a loss is not finite, on all ranks; or a weight before it is saved, on rank 0.
@@ -58,6 +60,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         recorder.note(f"resuming after step {state.progress.step} from {path}")
     recorder.start(state.progress.step)
 
+    bad_images = BadImages.of_sets(config.data, sources)
     progress, every = state.progress, config.checkpoint
     steps = range(progress.step, plan.total_steps)
     batches = train_batches(
@@ -70,6 +73,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         steps.start,
         num_threads,
         runtime.device,
+        bad_images.get("train"),
     )
     window = Window()
     for step in steps:
@@ -83,7 +87,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         applied = update(state, lr, config.train.clip_grad_norm)
         progress.step, progress.metrics = step + 1, {}
         progress.skipped_steps += not applied
-        window.add(step, lr, images, totals)
+        window.add(step, lr, totals)
 
         is_last = progress.step == plan.total_steps
         epoch = progress.step / plan.steps_per_epoch
@@ -96,7 +100,9 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
 
         progress.train_seconds += window.seconds()
         skipped = {"train/skipped_steps": progress.skipped_steps} if precision == "fp16" else {}
-        recorder.metrics(progress.step, {"epoch": epoch, **window.metrics(), **skipped})
+        recorder.metrics(
+            progress.step, {"epoch": epoch, **window.metrics(), **skipped, **_report_bad(bad_images, runtime, recorder)}
+        )
         if eval_due:
             own_batches = eval_batches(
                 sources.val,
@@ -106,9 +112,10 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
                 runtime.world_size,
                 num_threads,
                 runtime.device,
+                bad_images.get("val"),
             )
             progress.take_score(evaluate(state.evaluated, own_batches, num_classes, runtime))
-            recorder.metrics(progress.step, progress.metrics)
+            recorder.metrics(progress.step, {**progress.metrics, **_report_bad(bad_images, runtime, recorder)})
         if (save_due or stopping) and runtime.rank == 0:
             description = {
                 "epoch": epoch,
@@ -165,10 +172,15 @@ def compute_gradients(
                     logits, batch.labels, reduction="sum", label_smoothing=config.train.label_smoothing
                 )
                 state.scaler.scale(loss / images).backward()
-            state.reduction.add(loss.detach())
+            state.reduction.add(loss.detach(), batch.count)
         totals = state.reduction.finish(runtime.stop_requested())
         if totals is not None:
-            return totals
+            break
+    if config.data.on_bad_image == "skip":  # the mean is over those that are left
+        for parameter in state.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(images / totals.images.clamp(min=1))
+    return totals
 
 
 def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> bool:
@@ -197,7 +209,7 @@ class Window:
 
     def __init__(self) -> None:
         self._started, self._waited = time.perf_counter(), 0.0
-        self._images, self._loss, self._lr = 0, 0.0, 0.0
+        self._images, self._loss, self._lr = 0.0, 0.0, 0.0
         self._unread: list[tuple[int, float, Totals]] = []
 
     def wait_for(self, batches: Iterator[StepBatches]) -> StepBatches:
@@ -207,9 +219,8 @@ class Window:
         self._waited += time.perf_counter() - start
         return own
 
-    def add(self, step: int, lr: float, images: int, totals: Totals) -> None:
+    def add(self, step: int, lr: float, totals: Totals) -> None:
         """Takes in a step."""
-        self._images += images
         self._lr = lr
         self._unread.append((step, lr, totals))
 
@@ -231,6 +242,7 @@ class Window:
                     "lower optim.base_lr, lengthen schedule.warmup_epochs or set train.clip_grad_norm"
                 )
             self._loss += float(totals.loss)
+            self._images += float(totals.images)
             stop = stop or bool(totals.stop)
         self._unread.clear()
         return stop
@@ -243,7 +255,7 @@ class Window:
         """Means over the window, which must have been checked."""
         seconds = self.seconds()
         return {
-            "train/loss": self._loss / self._images,
+            "train/loss": self._loss / max(self._images, 1),
             "train/lr": self._lr,
             "perf/images_per_second": self._images / seconds,
             "perf/data_wait_fraction": self._waited / seconds,
@@ -276,6 +288,13 @@ def _check_same_data(path: Path, sources: Sources) -> None:
                 f"the training set is not what checkpoint {path} was trained on: {key} was {saved[key]}, is {value}; "
                 "give the data of that time, or start a new run"
             )
+
+
+def _report_bad(bad_images: Mapping[str, BadImages], runtime: Runtime, recorder: Recorder) -> dict[str, float]:
+    """Tells of the images that were left out since the last time, and how many it were in all. All ranks must call."""
+    for split, bad in bad_images.items():
+        recorder.bad_images(split, bad.share(runtime))
+    return {"data/bad_images": float(sum(len(bad) for bad in bad_images.values()))} if bad_images else {}
 
 
 def _is_multiple(value: float, of: int | None) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +47,23 @@ class Recorder:
                 raise RunError(f"cannot write {self._path}: {error}") from error
         self._tell({"kind": "metrics", "step": step, "metrics": metrics})
 
+    def bad_images(self, split: str, images: Sequence[tuple[int, str, str]]) -> None:
+        """Lists images that were left out, (number, name, reason), in bad_images.jsonl, each once in a run's life."""
+        if self._path is None or not images:
+            return
+        path = self._path.with_name("bad_images.jsonl")
+        known = {(row["split"], row["sample"]) for row in read_rows(path)}
+        rows = [{"split": split, "sample": sample, "image": name, "reason": why} for sample, name, why in images]
+        rows = [row for row in rows if (split, row["sample"]) not in known]
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error}") from error
+        if rows:
+            more = f"; {len(rows) - 1} more in {path}" if len(rows) > 1 else f"; listed in {path}"
+            self.warn(f"left out of the {split} images: {rows[0]['reason']}{more}")
+
     def warn(self, text: str) -> None:
         """Shows a warning to the user."""
         self._tell({"kind": "warning", "text": text})
@@ -67,7 +84,12 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl; a last line that was cut short is left out."""
+    """The rows of metrics.jsonl."""
+    return read_rows(path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line, if there is one; a last line that was cut short is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:

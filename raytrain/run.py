@@ -4,6 +4,7 @@ runs/NAME/
     config.yaml      the resolved config
     checkpoints/     see `checkpoint`
     metrics.jsonl    every metric, a line each time some were logged
+    bad_images.jsonl what was left out, with data.on_bad_image=skip
     mlflow.json      which MLflow run this is
     ray/             what Ray keeps of its own
 """
@@ -102,14 +103,15 @@ def _absolute(config: Config) -> Config:
     """The config with paths that mean the same in a worker, which has another working directory."""
     try:
         run = config.run.model_copy(update={"storage_path": config.run.storage_path.expanduser().absolute()})
-        paths = {"path": config.data.path, "cache_path": config.data.cache_path}
-        paths = {name: path and path.expanduser().absolute() for name, path in paths.items()}
+        data: dict[str, object] = {"cache_path": config.data.cache_path.expanduser().absolute()}
+        if config.data.path is not None and "://" not in config.data.path:
+            data["path"] = str(Path(config.data.path).expanduser().absolute())
     except RuntimeError as error:  # of expanduser
         raise ConfigError(f"data.path, data.cache_path or run.storage_path: {error}") from error
     uri = config.tracking.uri and tracking.resolve_uri(config.tracking.uri, Path.cwd())
     update = {
         "run": run,
-        "data": config.data.model_copy(update=paths),
+        "data": config.data.model_copy(update=data),
         "tracking": config.tracking.model_copy(update={"uri": uri}),
     }
     return config.model_copy(update=update)
@@ -193,7 +195,11 @@ def finish(run: Run, status: Status, warn: Warn) -> bool:
         return True
     metrics = read_metrics(run.path / "metrics.jsonl")
     kept = {path for path in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if path is not None}
-    files = {run.path / "metrics.jsonl": "", **{path: f"checkpoints/{path.name}" for path in kept}}
+    files = {
+        run.path / "metrics.jsonl": "",
+        run.path / "bad_images.jsonl": "",
+        **{path: f"checkpoints/{path.name}" for path in kept},
+    }
     files = {path: place for path, place in files.items() if path.exists()}
     if status != "FINISHED":  # whoever waits for the end of this process may not wait for uploads
         return (

@@ -51,7 +51,7 @@ def _run(request: Request, runtime: Runtime) -> None:
     # the checks of a user's mistakes come to the same on all ranks
     config = runs.with_workers(config, runtime.world_size)
     check_precision(config.train.precision, runtime.device.type)
-    sources = open_sources(config.data)
+    sources = open_sources(config.data, print)
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
     make_schedule(config, plan)

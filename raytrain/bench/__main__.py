@@ -1,13 +1,22 @@
 """Measures one thing against its reference, alternating in one run.
 
-python -m raytrain.bench step [--workers 2] [--rounds 7] [--steps 10] [--json PATH]
+python -m raytrain.bench step [--workers 2] [--rounds 7] [--steps 10] [--json PATH] [--markdown PATH]
+python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threads N] [--json PATH] [--markdown PATH]
 
 step    the training loop against a bare DistributedDataParallel loop, and exact reduction against float
+data    the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytrain.errors import RaytrainError
+
+if TYPE_CHECKING:
+    from raytrain.bench.report import Report
 
 
 def main(words: Sequence[str]) -> int:
@@ -17,19 +26,53 @@ def main(words: Sequence[str]) -> int:
     )
     names = parser.add_subparsers(dest="name", required=True)
     step = names.add_parser("step", help="the training loop against a bare DistributedDataParallel loop")
-    step.add_argument("--workers", type=int, default=2, help="processes, one a GPU where there are any")
-    step.add_argument("--rounds", type=int, default=7, help="measured rounds, after one to warm up")
-    step.add_argument("--steps", type=int, default=10, help="optimizer steps of each side in a round")
-    step.add_argument("--json", metavar="PATH", help="write the figures there too")
+    step.add_argument("--workers", type=_positive, default=2, help="processes, one a GPU where there are any")
+    step.add_argument("--rounds", type=_positive, default=7, help="measured rounds, after one to warm up")
+    step.add_argument("--steps", type=_positive, default=10, help="optimizer steps of each side in a round")
+    data = names.add_parser("data", help="the loader against torchvision's ImageFolder and DataLoader")
+    data.add_argument("--path", metavar="DIR", type=Path, help="with train/CLASS/* and val/CLASS/*; else photographs")
+    data.add_argument("--rounds", type=_positive, default=5, help="measured rounds, after one to warm up")
+    data.add_argument("--images", type=_positive, default=1500, help="images in a pass; 1500 take 2 GB of $TMPDIR")
+    data.add_argument("--threads", type=_positive, help="loader threads and DataLoader workers; else one a core")
+    for command, run in ((step, _step), (data, _data)):
+        command.add_argument("--json", metavar="PATH", help="write the figures there too")
+        command.add_argument("--markdown", metavar="PATH", type=Path, help="write the table there too")
+        command.set_defaults(run=run)
     args = parser.parse_args(words)
+    try:
+        _publish(args.run(args), args)
+    except RaytrainError as error:
+        print(f"raytrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
+
+def _step(args: argparse.Namespace) -> "Report":
     from raytrain.bench.step import bench_step
 
-    report = bench_step(args.workers, args.rounds, args.steps)
+    return bench_step(args.workers, args.rounds, args.steps)
+
+
+def _data(args: argparse.Namespace) -> "Report":
+    from raytrain.bench.data import bench_data
+
+    return bench_data(args.path, args.rounds, args.images, args.threads)
+
+
+def _publish(report: "Report", args: argparse.Namespace) -> None:
     print(report.table())
     if args.json:
         report.write_json(args.json)
-    return 0
+    if args.markdown:
+        args.markdown.write_text(report.table() + "\n", encoding="utf-8")
+
+
+def _positive(word: str) -> int:
+    if (number := int(word)) < 1:
+        raise ValueError(word)
+    return number
 
 
 if __name__ == "__main__":

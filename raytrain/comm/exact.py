@@ -70,7 +70,7 @@ class ExactReduction(Reduction):
         self._extremes = [[zero] for _ in self._parameters]
         self._bad = torch.zeros(self._runtime.world_size, device=self._runtime.device)
         self._too_large = torch.zeros(1, device=self._runtime.device)
-        self._statistics = torch.zeros(2 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
+        self._statistics = torch.zeros(3 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
         self._is_first = [True] * len(self._parameters)
         self._is_last_pass = False
         self._complete: set[int] = set()
@@ -82,8 +82,8 @@ class ExactReduction(Reduction):
         self._is_last_pass = last
         return nullcontext()
 
-    def add(self, loss: torch.Tensor) -> None:
-        values = torch.cat([loss.view(1), loss.new_zeros(1), self._batchnorm.seen]).double()
+    def add(self, loss: torch.Tensor, images: int) -> None:
+        values = torch.cat([loss.view(1), loss.new_tensor([images, 0]), self._batchnorm.seen]).double()
         self._bad[self._runtime.rank] += ~loss.isfinite()
         self._too_large += loss.isfinite() & ~(values.abs() <= LARGEST_STATISTIC).all()
         self._statistics += (values * STATISTICS_SCALE).round_().long()
@@ -113,9 +113,9 @@ class ExactReduction(Reduction):
             self._take_sums()
         for parameter, gradient in zip(self._parameters, self._gradients_of, strict=True):
             parameter.grad = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-        self._statistics[1] = int(stop * STATISTICS_SCALE)
+        self._statistics[2] = int(stop * STATISTICS_SCALE)
         totals = self._runtime.sum(self._statistics).double() / STATISTICS_SCALE
-        return Totals(totals[0], totals[1], bad, totals[2:].float())
+        return Totals(totals[0], totals[1], totals[2], bad, totals[3:].float())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"largest": self._largest_before}

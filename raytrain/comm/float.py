@@ -40,25 +40,26 @@ class FloatReduction(Reduction):
             parameter.grad = None
         self._computed = False
         self._totals = torch.zeros(
-            2 + self._runtime.world_size + self._batchnorm.seen.numel(), device=self._runtime.device
+            3 + self._runtime.world_size + self._batchnorm.seen.numel(), device=self._runtime.device
         )
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return self._ddp.no_sync() if self._ddp and not last else nullcontext()
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, images: int) -> None:
         self._computed = True
         self._totals[0] += loss
-        self._totals[2 + self._runtime.rank] += ~loss.isfinite()
-        self._totals[2 + self._runtime.world_size :] += self._batchnorm.seen
+        self._totals[1] += images
+        self._totals[3 + self._runtime.rank] += ~loss.isfinite()
+        self._totals[3 + self._runtime.world_size :] += self._batchnorm.seen
 
     def finish(self, stop: int) -> Totals:
         if self._ddp and not self._computed:
             self._contribute_nothing()
-        self._totals[1] = stop
+        self._totals[2] = stop
         totals = self._runtime.sum(self._totals)
-        loss, stop_sum, bad, statistics = totals.split([1, 1, self._runtime.world_size, self._batchnorm.seen.numel()])
-        return Totals(loss[0], stop_sum[0], bad, statistics)
+        few, bad, statistics = totals.split([3, self._runtime.world_size, self._batchnorm.seen.numel()])
+        return Totals(few[0], few[1], few[2], bad, statistics)
 
     def _contribute_nothing(self) -> None:
         """A backward pass with gradients of zero, for the ranks that a short last step has nothing for."""

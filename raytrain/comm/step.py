@@ -13,6 +13,8 @@ class Totals(NamedTuple):
 
     loss: torch.Tensor
     """Sum of the images' losses, float [] ."""
+    images: torch.Tensor
+    """Images behind that sum, float []: those of the step but the ones that could not be decoded."""
     stop: torch.Tensor
     """Sum of the signals that ranks were given, float []; 0 where none was asked to stop."""
     bad: torch.Tensor
@@ -41,8 +43,8 @@ class Reduction(ABC):
         """Holds a forward and backward pass; `last` for this rank's last one of the step."""
 
     @abstractmethod
-    def add(self, loss: torch.Tensor) -> None:
-        """Takes in the micro-batch just computed: its summed loss, gradients and batch-norm statistics."""
+    def add(self, loss: torch.Tensor, images: int) -> None:
+        """Takes in the micro-batch just computed: its images' summed loss, gradients, batch-norm statistics."""
 
     @abstractmethod
     def finish(self, stop: int) -> Totals | None:

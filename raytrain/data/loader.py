@@ -1,31 +1,49 @@
-"""Threads that turn samples into batches beside the step."""
+"""Threads that turn samples into batches beside the step.
 
+Decoding and resizing release Python's lock, so threads do as well as processes, and share what they read. As many
+images are under way as keep the threads busy while a batch is taken.
+"""
+
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from raytrain import config
 from raytrain.data.augment import eval_transform, train_transform
+from raytrain.data.bad import BadImages
 from raytrain.data.decode import decode
+from raytrain.data.mix import Mix, draw_mix, mix
 from raytrain.data.order import epoch_order, sample_rng
 from raytrain.data.source import Source
+from raytrain.errors import DataError
 from raytrain.plan import Plan, deal
+
+CHUNK = 16
+"""Images that a thread takes at a time."""
+SWITCH_SECONDS = 1e-4
+"""How soon a thread that waits for Python's lock is given it. With Python's own 5 ms, loader threads that come back
+from decoding wait for a busy main thread, and cost three times as much."""
+NO_LABEL = -100
+"""What cross_entropy passes over."""
 
 
 class Batch(NamedTuple):
     """Images that go through the network together."""
 
     images: torch.Tensor
-    """uint8 [N, H, W, 3], on the device."""
+    """uint8 [N, H, W, 3], on the device; float32 on the same scale where MixUp or CutMix is on."""
     labels: torch.Tensor
-    """int64 [N], on the device."""
+    """int64 [N], on the device; float32 [N, classes] where MixUp or CutMix is on. NO_LABEL for an image that could
+    not be decoded and only fills a batch that would have less than two."""
+    count: int
+    """Images with a label."""
 
 
 class StepBatches(NamedTuple):
@@ -47,8 +65,21 @@ def train_batches(
     start_step: int,
     num_threads: int,
     device: torch.device,
-) -> Iterator[StepBatches]:
+    bad: BadImages | None = None,
+) -> Generator[StepBatches, None, None]:
     """This rank's part of each step from `start_step` to the end of the run.
+
+    Args:
+        source: the training set.
+        data: the config.
+        plan: which images a step takes.
+        seed: of order and augmentation.
+        rank: this process.
+        world_size: all of them.
+        start_step: the first step.
+        num_threads: that decode.
+        device: where batches go.
+        bad: takes the images that cannot be decoded, which their batches then lack. None: they end the run.
 
     Raises:
         DataError: on the step that an unreadable image belongs to.
@@ -56,7 +87,7 @@ def train_batches(
     steps = range(start_step, plan.total_steps)
     shares = [deal(len(plan.micro_batches(step)), world_size)[rank] for step in range(plan.steps_per_epoch)]
 
-    def jobs() -> Iterator[Callable[[], Batch]]:
+    def jobs() -> Iterator[_Job]:
         epoch, order = -1, np.empty(0, np.int64)
         for step in steps:
             if step // plan.steps_per_epoch != epoch:
@@ -65,9 +96,9 @@ def train_batches(
             micro_batches = plan.micro_batches(step)
             for number in shares[step % plan.steps_per_epoch]:
                 samples = order[micro_batches[number].start : micro_batches[number].stop]
-                yield partial(_make_batch, source, samples, data, device, partial(_train_image, data, seed, epoch))
+                yield _Job(samples, partial(_train_image, data, seed, epoch))
 
-    with closing(_in_threads(jobs(), num_threads, device)) as batches:
+    with closing(_in_threads(source, jobs(), num_threads, data.image_size, device, bad)) as batches:
         for step in steps:
             share = shares[step % plan.steps_per_epoch]
             yield StepBatches([next(batches) for _ in share], share.start)
@@ -81,8 +112,11 @@ def eval_batches(
     world_size: int,
     num_threads: int,
     device: torch.device,
+    bad: BadImages | None = None,
 ) -> Iterator[Batch]:
     """This rank's part of the validation set: whole batches, so that no result depends on the number of ranks.
+
+    As `train_batches` does, it leaves out what cannot be decoded and tells `bad`, or ends.
 
     Raises:
         DataError: an image is unreadable.
@@ -90,51 +124,154 @@ def eval_batches(
     count = len(source.labels)
     starts = range(0, count, batch_size)
     mine = [np.arange(starts[n], min(starts[n] + batch_size, count)) for n in deal(len(starts), world_size)[rank]]
-    jobs = (partial(_make_batch, source, samples, data, device, partial(_eval_image, data)) for samples in mine)
-    return _in_threads(jobs, num_threads, device)
+    jobs = (_Job(samples, partial(_eval_image, data)) for samples in mine)
+    return _in_threads(source, jobs, num_threads, data.image_size, device, bad)
 
 
-def _train_image(data: config.Data, seed: int, epoch: int, image: Image.Image, sample: int) -> Image.Image:
-    return train_transform(image, data, sample_rng(seed, epoch, sample))
+class _Job(NamedTuple):
+    """A batch to be made."""
+
+    samples: np.ndarray
+    transform: Callable[[torch.Tensor, int], tuple[torch.Tensor, Mix | None]]
+    """Of pixels and their sample's number: what goes into the batch, uint8 [S, S, 3], and how to mix it."""
 
 
-def _eval_image(data: config.Data, image: Image.Image, _: int) -> Image.Image:
-    return eval_transform(image, data)
+def _train_image(
+    data: config.Data, seed: int, epoch: int, pixels: torch.Tensor, sample: int
+) -> tuple[torch.Tensor, Mix | None]:
+    rng = sample_rng(seed, epoch, sample)
+    image = train_transform(pixels, data, rng)
+    mixes = data.mixup_alpha is not None or data.cutmix_alpha is not None
+    return image, draw_mix(data, rng) if mixes else None
 
 
-def _make_batch(
-    source: Source,
-    samples: np.ndarray,
-    data: config.Data,
-    device: torch.device,
-    transform: Callable[[Image.Image, int], Image.Image],
-) -> Batch:
-    """Reads, decodes and transforms samples into a batch in host memory, pinned where it goes to a GPU."""
-    shape = (len(samples), data.image_size, data.image_size, 3)
-    images = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    pixels = images.numpy()
-    for row, sample in enumerate(samples.tolist()):
-        array = np.asarray(transform(decode(source.read(sample), source.name(sample)), sample))
-        pixels[row] = array if array.ndim == 3 else array[:, :, None]
-    return Batch(images, torch.from_numpy(source.labels[samples]))
+def _eval_image(data: config.Data, pixels: torch.Tensor, _: int) -> tuple[torch.Tensor, None]:
+    return eval_transform(pixels, data), None
+
+
+class _Chunk(NamedTuple):
+    """What a thread has to say of its part of a batch, whose pixels are in place."""
+
+    mixes: list[Mix | None]
+    bad: dict[int, DataError]
+    """By row within the part."""
+
+
+def _fill(source: Source, job: _Job, images: torch.Tensor, rows: range, *, skip: bool) -> _Chunk:
+    mixes: list[Mix | None] = []
+    bad: dict[int, DataError] = {}
+    for row, sample in zip(rows, job.samples[rows.start : rows.stop].tolist(), strict=True):
+        try:
+            read = source.read(sample)
+            if not isinstance(read, torch.Tensor):
+                read = torch.from_numpy(decode(read, partial(source.name, sample)))
+            image, how = job.transform(read, sample)
+            images[row].copy_(image)
+            mixes.append(how)
+        except DataError as error:
+            if not skip:
+                raise
+            bad[row] = error
+            images[row].zero_()
+            mixes.append(Mix(1.0, 0, 0, 0, 0))
+    return _Chunk(mixes, bad)
+
+
+class _Pending:
+    """A batch that threads are at work on, in host memory, pinned where it goes to a GPU."""
+
+    def __init__(
+        self,
+        source: Source,
+        job: _Job,
+        executor: ThreadPoolExecutor,
+        size: int,
+        device: torch.device,
+        bad: BadImages | None,
+    ) -> None:
+        self._source, self._job, self._device, self._bad = source, job, device, bad
+        self.count = len(job.samples)
+        self._images = torch.empty((self.count, size, size, 3), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        chunks = [range(low, min(low + CHUNK, self.count)) for low in range(0, self.count, CHUNK)]
+        self._parts: list[Future[_Chunk]] = [
+            executor.submit(_fill, source, job, self._images, rows, skip=bad is not None) for rows in chunks
+        ]
+        self._batch: Batch | None = None
+        self._copied: Any = None
+
+    def start_copy(self, stream: torch.cuda.Stream) -> None:
+        """Copies the batch to the GPU beside what it computes, if it is ready and not yet copied."""
+        if self._batch is None and all(part.done() for part in self._parts):
+            with torch.cuda.stream(stream):
+                self._batch = self._finish()
+            self._copied = stream.record_event()
+
+    def take(self) -> Batch:
+        """Waits for the batch and hands it over."""
+        if self._batch is None:
+            return self._finish()
+        if self._copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._copied)
+            self._batch.images.record_stream(current)
+            self._batch.labels.record_stream(current)
+        return self._batch
+
+    def _finish(self) -> Batch:
+        """Waits for the threads, and brings what they made to the device."""
+        parts = [part.result() for part in self._parts]
+        bad = {row: error for part in parts for row, error in part.bad.items()}
+        mixes = [how for part in parts for how in part.mixes]
+        labels = torch.from_numpy(self._source.labels[self._job.samples])
+        images, count = self._images, self.count - len(bad)
+        if bad:
+            assert self._bad is not None
+            for row, error in bad.items():
+                self._bad.add(int(self._job.samples[row]), self._source, error)
+            kept = [row for row in range(self.count) if row not in bad]
+            if len(kept) >= 2:
+                images, labels, mixes = images[kept], labels[kept], [mixes[row] for row in kept]
+            else:  # batch norm has no variance of less than two
+                labels[list(bad)] = NO_LABEL
+                mixes = []
+        images, labels = (tensor.to(self._device, non_blocking=True) for tensor in (images, labels))
+        if mixes and mixes[0] is not None:
+            how = torch.tensor(mixes, dtype=torch.float32, device=self._device)
+            images, labels = mix(images, labels, how, len(self._source.class_names))
+        return Batch(images, labels, count)
 
 
 def _in_threads(
-    jobs: Iterable[Callable[[], Batch]], num_threads: int, device: torch.device
+    source: Source,
+    jobs: Iterable[_Job],
+    num_threads: int,
+    size: int,
+    device: torch.device,
+    bad: BadImages | None,
 ) -> Generator[Batch, None, None]:
-    """Runs jobs on threads, a few ahead of the consumer, and yields their results in order, on the device."""
-    waiting: deque[Future[Batch]] = deque()
-    executor = ThreadPoolExecutor(num_threads, thread_name_prefix="loader")
+    """Makes batches on threads, some ahead of the consumer, and yields them in order, on the device."""
+    waiting: deque[_Pending] = deque()
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    switch_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    executor = ThreadPoolExecutor(
+        num_threads, thread_name_prefix="loader", initializer=torch.set_num_threads, initargs=(1,)
+    )
+
+    def take() -> Batch:
+        pending = waiting.popleft()
+        if stream is not None:
+            for later in waiting:
+                later.start_copy(stream)
+        return pending.take()
+
     try:
         for job in jobs:
-            waiting.append(executor.submit(job))
-            if len(waiting) > num_threads + 1:
-                yield _to_device(waiting.popleft().result(), device)
+            waiting.append(_Pending(source, job, executor, size, device, bad))
+            if len(waiting) > 2 and sum(pending.count for pending in waiting) > 2 * num_threads * CHUNK:
+                yield take()
         while waiting:
-            yield _to_device(waiting.popleft().result(), device)
+            yield take()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.images.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True))
+        sys.setswitchinterval(switch_seconds)

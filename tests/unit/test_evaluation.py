@@ -96,7 +96,7 @@ def test_any_number_of_workers_measures_the_same_to_the_last_bit(tmp_path):
 
 def batch_of(logits, labels):
     images = (torch.arange(len(labels), dtype=torch.uint8) * 20).view(-1, 1, 1, 1).expand(-1, 8, 8, 3)
-    return Table(logits), [Batch(images, torch.tensor(labels))]
+    return Table(logits), [Batch(images, torch.tensor(labels), len(labels))]
 
 
 @pytest.mark.parametrize(("classes", "has_top5"), [(2, False), (3, False), (5, False), (6, True), (1000, True)])
@@ -113,7 +113,7 @@ def test_batches_of_unequal_size_weigh_by_their_images():
     logits[:9, 0] = 50  # nine right and without loss
     logits[9, 1] = 1
     model, (whole,) = batch_of(logits, [0] * 9 + [3])
-    parts = [Batch(*(tensor[low:high] for tensor in whole)) for low, high in ((0, 9), (9, 10))]
+    parts = [Batch(whole.images[low:high], whole.labels[low:high], high - low) for low, high in ((0, 9), (9, 10))]
     result = evaluate(model, parts, 6, Runtime())
     assert result["val/loss"] == pytest.approx(math.log(5 + math.e) / 10, rel=1e-6)
     assert result["val/top1"] == 0.9
@@ -158,7 +158,7 @@ def evaluate_slowly(runtime):
     def batches():
         for _ in range(3 - runtime.rank):
             time.sleep(1.5)
-            yield Batch(torch.zeros(2, 4, 4, 3, dtype=torch.uint8), torch.tensor([0, 1]))
+            yield Batch(torch.zeros(2, 4, 4, 3, dtype=torch.uint8), torch.tensor([0, 1]), 2)
 
     return evaluate(Zeros(), batches(), 2, runtime)
 

@@ -24,11 +24,24 @@ FLOORS = [
         "raytrain.recorder",
         "raytrain.schedule",
         "raytrain.tracking",
-        "raytrain.data.augment",
+        "raytrain.data.autoaugment",
         "raytrain.data.decode",
+        "raytrain.data.mix",
         "raytrain.data.order",
-        "raytrain.data.source",
+        "raytrain.data.storage",
     },
+    {"raytrain.data.augment", "raytrain.data.origin", "raytrain.data.transcode"},
+    {
+        "raytrain.data.digits",
+        "raytrain.data.folder",
+        "raytrain.data.parquet",
+        "raytrain.data.shards",
+        "raytrain.data.webdataset",
+    },
+    {"raytrain.data.convert"},
+    {"raytrain.data.cache"},
+    {"raytrain.data.source"},
+    {"raytrain.data.bad"},
     {"raytrain.comm.step", "raytrain.data.loader", "raytrain.describe"},
     {"raytrain.comm.exact", "raytrain.comm.float", "raytrain.evaluation"},
     {"raytrain.comm"},
@@ -36,7 +49,7 @@ FLOORS = [
     # 3: the loop, and the run directory
     {"raytrain.loop", "raytrain.run"},
     # 4: what one process does; who starts the processes
-    {"raytrain.worker"},
+    {"raytrain.worker", "raytrain.preparation"},
     {"raytrain.launch", "raytrain.standalone"},
     # 5: command lines
     {
@@ -52,10 +65,16 @@ ROOMS_OF_SEVERAL_FILES = {"raytrain.tracking", "raytrain.bench"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ONLY_IN = {
-    "ray": {"raytrain.launch", "raytrain.sweep"},
+    "ray": {"raytrain.launch", "raytrain.preparation", "raytrain.sweep"},
     "mlflow": {"raytrain.tracking"},
-    "pyarrow": {"raytrain.data.source", "raytrain.prepare", "raytrain.checkpoint"},
-    "sklearn": {"raytrain.data.source"},
+    "pyarrow": {
+        "raytrain.checkpoint",
+        "raytrain.data.folder",
+        "raytrain.data.parquet",
+        "raytrain.data.shards",
+        "raytrain.data.storage",
+    },
+    "sklearn": {"raytrain.data.digits"},
     "rich": {"raytrain.console"},
     "pydantic": {"raytrain.config", "raytrain.commandline"},
 }

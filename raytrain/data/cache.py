@@ -1,0 +1,155 @@
+"""The node's own folder of datasets made ready to be read: made once, by one process, used by all.
+
+CACHE/datasets/KEY/        a set of shards
+CACHE/datasets/KEY.lock    held by whoever makes it, and shared by whoever reads it; its time is that of the last use
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from raytrain.data.convert import finish, plan, undone, write_part
+from raytrain.data.origin import Origin
+from raytrain.data.shards import DATASET_FILE, ArrowSource, Dataset
+from raytrain.data.storage import Storage
+from raytrain.data.transcode import Settings
+from raytrain.errors import DataError
+
+GIB = 2**30
+SHARD_BYTES = GIB
+DOWNLOADS = 8
+"""Shards under way at once."""
+FORMAT = 1
+"""Part of each key: another one where what is made has changed."""
+
+
+class Cache:
+    """Datasets under a folder of this machine.
+
+    Args:
+        folder: may not exist yet.
+        limit_gib: most that they may take together.
+        note: is told what takes time.
+    """
+
+    def __init__(self, folder: Path, limit_gib: float | None, note: Callable[[str], None]) -> None:
+        self._folder, self._limit_gib, self._note = folder / "datasets", limit_gib, note
+
+    def converted(self, origin: Origin, class_names: tuple[str, ...] | None = None) -> ArrowSource:
+        """A dataset of another form as shards, the images as they are, byte for byte.
+
+        Raises:
+            DataError: it cannot be read, has a wrong label, or does not fit into the cache.
+        """
+
+        def make(folder: Path) -> None:
+            destination = Storage(str(folder))
+            parts = plan(origin, destination, Settings(check=False), SHARD_BYTES)
+            left = undone(parts, destination)
+            threads = min(4, os.cpu_count() or 1)
+            with ThreadPoolExecutor(threads) as executor:
+                list(executor.map(lambda part: write_part(part, 1), left))
+            finish(origin, parts, destination)
+
+        key = f"{FORMAT}-{origin.fingerprint[:24]}"
+        return self._open(key, origin.where, origin.size, make, class_names)
+
+    def fetched(self, storage: Storage, class_names: tuple[str, ...] | None = None) -> ArrowSource:
+        """A remote set of shards as a copy, each shard verified.
+
+        Raises:
+            DataError: it cannot be read, is not what its checksums say, or does not fit into the cache.
+        """
+        content = storage.read(DATASET_FILE)
+        dataset = Dataset.from_json(content, storage.where(DATASET_FILE))
+
+        def make(folder: Path) -> None:
+            missing = [shard for shard in dataset.shards if not (folder / shard.name).exists()]
+            with ThreadPoolExecutor(DOWNLOADS) as executor:
+                list(executor.map(lambda shard: storage.fetch(shard.name, folder / shard.name, shard.sha256), missing))
+            Storage(str(folder)).write(DATASET_FILE, content)
+
+        key = f"{FORMAT}-{dataset.made_from[:12]}-{hashlib.sha256(content).hexdigest()[:12]}"
+        return self._open(key, str(storage), sum(shard.size for shard in dataset.shards), make, class_names)
+
+    def _open(
+        self,
+        key: str,
+        where: str,
+        size: int,
+        make: Callable[[Path], None],
+        class_names: tuple[str, ...] | None,
+    ) -> ArrowSource:
+        folder = self._folder / key
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = _Lock(self._folder / f"{key}.lock")
+            lock.acquire(fcntl.LOCK_SH)
+            if not (folder / DATASET_FILE).exists():
+                lock.acquire(fcntl.LOCK_EX)  # waits for the one that makes it; then it may be there
+                if not (folder / DATASET_FILE).exists():
+                    self._make_room(key, where, size)
+                    self._note(f"bringing {where} ({size / GIB:.2f} GiB) into {self._folder}")
+                    folder.mkdir(exist_ok=True)
+                    make(folder)
+                lock.acquire(fcntl.LOCK_SH)
+            os.utime(lock.path)
+        except OSError as error:
+            raise DataError(
+                f"cannot write {folder}: {error}; set data.cache_path to a folder that can be written"
+            ) from error
+        return ArrowSource(folder, class_names, keep=lock)
+
+    def _make_room(self, key: str, where: str, size: int) -> None:
+        """Removes what was used longest ago and is not in use, as far as needed."""
+        limit = float("inf") if self._limit_gib is None else self._limit_gib * GIB
+        others = {path.name: _size(path) for path in self._folder.iterdir() if path.is_dir() and path.name != key}
+        own = _size(self._folder / key)
+        if size > limit:
+            raise DataError(
+                f"{where} takes {size / GIB:.2f} GiB, more than data.cache_gib {self._limit_gib:g}; raise that, or "
+                "put the data where all nodes see it as files"
+            )
+
+        def fits() -> bool:
+            free = shutil.disk_usage(self._folder).free
+            return size + sum(others.values()) <= limit and size - own <= free
+
+        locks = [_Lock(self._folder / f"{name}.lock") for name in others]
+        for lock in sorted(locks, key=lambda lock: lock.path.stat().st_mtime):
+            if not fits() and lock.acquire(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(self._folder / lock.path.stem)
+                del others[lock.path.stem]
+        if not fits():
+            raise DataError(
+                f"{where} takes {size / GIB:.2f} GiB, and {self._folder} has no room for it: "
+                f"{shutil.disk_usage(self._folder).free / GIB:.2f} GiB are free on its disk, and datasets in use take "
+                f"{sum(others.values()) / GIB:.2f} GiB; set data.cache_path to a larger disk, or raise data.cache_gib"
+            )
+
+
+class _Lock:
+    """A file that processes lock, for as long as the object lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def acquire(self, how: int) -> bool:
+        """Takes the lock, of fcntl's kinds, in place of what was held; False where it was not to wait and would."""
+        try:
+            fcntl.flock(self._descriptor, how)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0

@@ -1,0 +1,227 @@
+"""Makes a dataset into Arrow shards on all cores of this machine, or over a Ray cluster at RAY_ADDRESS.
+
+Each part is a task of its own. What a task reads and writes all machines must see: a shared file system, or an object
+store.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from typing import NamedTuple
+
+from raytrain.console import duration
+from raytrain.data.convert import Part, Record, finish, plan, read_record, undone, write_part
+from raytrain.data.folder import open_folder
+from raytrain.data.origin import SPLITS, Origin, split_folder, split_of
+from raytrain.data.parquet import open_parquet
+from raytrain.data.shards import DATASET_FILE, Dataset, open_shards
+from raytrain.data.storage import Storage
+from raytrain.data.transcode import Settings
+from raytrain.data.webdataset import open_webdataset
+from raytrain.errors import DataError
+
+GIB = 2**30
+
+
+class Request(NamedTuple):
+    """What is to be prepared, and how."""
+
+    source: str
+    """Path or location of a dataset, with its train and val sets, or of one set."""
+    destination: str
+    settings: Settings
+    shard_gib: float = 1.0
+    """Most bytes in a shard; images that are made smaller give smaller shards."""
+    num_workers: int | None = None
+    """Processes. None: as many as there are cores. On a Ray cluster its CPUs count."""
+    form: str | None = None
+    """folder, parquet, webdataset or arrow. None: found from the files."""
+    image_column: str | None = None
+    label_column: str | None = None
+    max_bad_fraction: float = 0.01
+    """Share of the images that may be bad."""
+
+
+def prepare(request: Request, say: Callable[[str], None]) -> dict[str, Dataset]:
+    """Prepares each set of a dataset, and returns what was made by the set's name; "" for a single set.
+
+    Raises:
+        DataError: the source cannot be read or has a wrong label, too many images are bad, or the destination cannot be
+            written or holds something else.
+    """
+    source, destination = Storage(request.source), Storage(request.destination)
+    form = request.form or _find_form(source)
+    made: dict[str, Dataset] = {}
+    for split in _splits(source, form):
+        origin = _open(request, source, form, split)
+        folder = destination / split if split else destination
+        with _claimed(folder):
+            made[split or ""] = _make(request, origin, folder, partial(_say, say, split))
+    return made
+
+
+def report(made: dict[str, Dataset]) -> str:
+    """What was prepared, and what was left out."""
+    lines = []
+    for split, dataset in made.items():
+        counts = list(zip(dataset.images_per_class, dataset.class_names, strict=True))
+        (fewest, its_name), (most, other_name) = min(counts), max(counts)
+        size_in, size_out = (size / GIB for size in (dataset.bytes_in, dataset.bytes_out))
+        lines.append(
+            f"{split or 'all'}: {dataset.images:,} images of {len(counts):,} classes, {fewest:,} ({its_name}) to "
+            f"{most:,} ({other_name}) each"
+        )
+        lines.append(f"  {size_in:.3f} GiB of images became {size_out:.3f} GiB in {len(dataset.shards):,} shards")
+        lines.append(f"  {len(dataset.bad):,} bad images were left out" + (":" if dataset.bad else ""))
+        lines += [f"    {image['reason']}" for image in dataset.bad]
+    return "\n".join(lines)
+
+
+def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str], None]) -> Dataset:
+    parts = plan(origin, folder, request.settings, max(1, int(request.shard_gib * GIB)))
+    left = undone(parts, folder)
+    if not folder.exists(DATASET_FILE):
+        before, started = len(parts) - len(left), time.monotonic()
+        say(f"{origin.size / GIB:.3f} GiB in {len(parts)} parts, {before} of them done")
+        for done, record in enumerate(_write_all(left, request.num_workers), 1):
+            seconds = time.monotonic() - started
+            images = sum(record.images_by_label.values())
+            say(
+                f"{before + done} of {len(parts)} parts done, this one of {images:,} images; {duration(seconds)}, "
+                f"{duration(seconds / done * (len(left) - done))} left"
+            )
+        _check_bad([read_record(folder, part.number) for part in parts], origin.where, request.max_bad_fraction)
+    return finish(origin, parts, folder)
+
+
+def _check_bad(records: Sequence[Record], where: str, max_fraction: float) -> None:
+    bad = [image["reason"] for record in records for image in record.bad]
+    images = len(bad) + sum(sum(record.images_by_label.values()) for record in records)
+    if len(bad) > max_fraction * images:
+        raise DataError(
+            f"{len(bad)} of {images:,} images of {where} are bad, more than --max-bad-fraction {max_fraction:g}; "
+            "repair them, or allow more (what is done is kept):\n  " + "\n  ".join(bad[:20])
+        )
+
+
+def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Record]:
+    """The records of parts, each as soon as it is done."""
+    if not parts:
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        yield from _write_over_ray(parts)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = num_workers or cores
+    processes = min(workers, len(parts))
+    write = partial(write_part, num_threads=max(1, workers // processes))
+    if processes == 1:
+        yield from map(write, parts)
+        return
+    context = multiprocessing.get_context("spawn")  # of a process without threads that a fork would lose
+    with ProcessPoolExecutor(processes, context, initializer=_end_with_parent) as executor:
+        futures = [executor.submit(write, part) for part in parts]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record]:
+    import ray
+    from ray.exceptions import RayTaskError
+
+    ray.init(log_to_driver=False)
+    try:
+        write = ray.remote(num_cpus=1)(write_part)
+        running = [write.remote(part, 1) for part in parts]
+        while running:
+            done, running = ray.wait(running)
+            try:
+                yield ray.get(done[0])
+            except RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, DataError) else error) from None
+    finally:
+        ray.shutdown()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _claimed(folder: Storage) -> Iterator[None]:
+    """Holds a local destination, so that no other process writes there meanwhile."""
+    if folder.is_remote:
+        yield
+        return
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / ".lock").open("w")
+    except OSError as error:
+        raise DataError(f"cannot write {folder}: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(f"another process is preparing {folder}") from None
+        try:
+            yield
+        finally:
+            (folder.path / ".lock").unlink(missing_ok=True)
+
+
+def _find_form(source: Storage) -> str:
+    """The form of a dataset, from the files in its uppermost folders."""
+    if not source.is_folder():
+        raise DataError(f"there is no folder {source}")
+    folders = [source, source / "data", *(split_folder(source, split) for split in SPLITS)]
+    names = [file.name for folder in folders if folder.is_folder() for file in folder.list(recursive=False)]
+    for form, suffixes in (
+        ("arrow", (DATASET_FILE,)),
+        ("parquet", (".parquet",)),
+        ("webdataset", (".tar", ".tar.gz", ".tgz")),
+    ):
+        if any(name.endswith(suffixes) for name in names):
+            return form
+    return "folder"
+
+
+def _splits(source: Storage, form: str) -> list[str | None]:
+    """The sets that a dataset has; [None] where it is a single one."""
+    if form in ("folder", "arrow"):
+        found = [split for split in SPLITS if split_folder(source, split).is_folder()]
+    else:
+        have = {split_of(file.name) for file in source.list()}
+        found = [split for split in SPLITS if split in have]
+    return [*found] or [None]
+
+
+def _open(request: Request, source: Storage, form: str, split: str | None) -> Origin:
+    if form == "parquet":
+        return open_parquet(source, split, request.image_column, request.label_column)
+    if form == "webdataset":
+        return open_webdataset(source, split)
+    folder = split_folder(source, split) if split else source
+    return open_folder(folder) if form == "folder" else open_shards(folder)
+
+
+def _say(say: Callable[[str], None], split: str | None, text: str) -> None:
+    say(f"{split}: {text}" if split else text)
