@@ -70,8 +70,9 @@ def _publish(report: "Report", args: argparse.Namespace) -> None:
 
 
 def _positive(word: str) -> int:
-    if (number := int(word)) < 1:
-        raise ValueError(word)
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 

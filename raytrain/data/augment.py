@@ -6,6 +6,7 @@ on CPUs are as fast as its tensors or faster.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from raytrain import config
 from raytrain.data.autoaugment import rand_augment, transforms, trivial_augment
+from raytrain.data.mix import Mix, draw_mix
 
 Box = tuple[int, int, int, int]
 """Top, left, height, width."""
@@ -38,28 +40,56 @@ def eval_transform(pixels: torch.Tensor, data: config.Data) -> torch.Tensor:
     return image[top : top + data.image_size, left : left + data.image_size]
 
 
-def train_transform(pixels: torch.Tensor, data: config.Data, rng: np.random.Generator) -> torch.Tensor:
-    """Crop, flip, drawn operations, colour jitter and erasing, as the config has them.
+class Changes(NamedTuple):
+    """What is done to the shape of an image, drawn before it is decoded."""
+
+    box: Box | None
+    """The part that is resized; None: as in evaluation."""
+    flip: bool
+    erased: Box | None
+    """Of the resized image."""
+    mix: Mix | None
+
+
+def draw_changes(height: int, width: int, data: config.Data, rng: np.random.Generator) -> Changes:
+    """Draws for an image of that size, from its own stream."""
+    size, box, erased = data.image_size, None, None
+    if data.train_crop == "random_resized":
+        box = _random_box(height, width, data.crop_scale, data.crop_ratio, rng)
+    flip = bool(data.flip) and rng.random() < data.flip
+    if data.random_erasing and rng.random() < data.random_erasing:
+        tries = (_try_box(size, size, (0.02, 0.33), (0.3, 3.3), rng) for _ in range(10))
+        erased = next((found for found in tries if found is not None), None)
+    mixes = data.mixup_alpha is not None or data.cutmix_alpha is not None
+    return Changes(box, flip, erased, draw_mix(data, rng) if mixes else None)
+
+
+def train_transform(
+    pixels: torch.Tensor, changes: Changes, data: config.Data, colours: np.random.Generator | None
+) -> torch.Tensor:
+    """Crop, flip, drawn operations, colour jitter and erasing.
 
     Args:
         pixels: uint8 [H, W, 3].
+        changes: what was drawn for the image.
         data: the config.
-        rng: the sample's own stream.
+        colours: the sample's stream for what changes colours; may be None where nothing does.
 
     Returns:
         uint8 [image_size, image_size, 3].
     """
-    if data.train_crop == "random_resized":
-        box = _random_box(pixels.shape[0], pixels.shape[1], data.crop_scale, data.crop_ratio, rng)
-        image = _resize(pixels, box, (data.image_size, data.image_size))
+    if changes.box is not None:
+        image = _resize(pixels, changes.box, (data.image_size, data.image_size))
     else:
         image = eval_transform(pixels, data)
-    if data.flip and rng.random() < data.flip:
+    if changes.flip:
         image = image.flip(1)
-    if data.auto_augment is not None or data.color_jitter is not None:
-        image = torch.from_numpy(np.array(_recolour(Image.fromarray(image.numpy()), data, rng)))
-    if data.random_erasing and rng.random() < data.random_erasing:
-        image = _erase(image, data, rng)
+    if colours is not None:
+        image = torch.from_numpy(np.array(_recolour(Image.fromarray(image.numpy()), data, colours)))
+    if changes.erased is not None:  # with the mean colour (Zhong 2017, arXiv 1708.04896), as torchvision does
+        top, left, height, width = changes.erased
+        image = image.clone()
+        image[top : top + height, left : left + width] = torch.tensor(data.mean).mul(255).round().byte()
     return image
 
 
@@ -106,16 +136,4 @@ def _recolour(image: Image.Image, data: config.Data, rng: np.random.Generator) -
         for which in rng.permutation(3):
             strength = data.color_jitter[which]
             image = _ADJUST[which](image, rng.uniform(1 - strength, 1 + strength))
-    return image
-
-
-def _erase(image: torch.Tensor, data: config.Data, rng: np.random.Generator) -> torch.Tensor:
-    """Fills a rectangle with the mean colour (Zhong 2017, arXiv 1708.04896), as torchvision's RandomErasing does."""
-    for _ in range(10):
-        box = _try_box(image.shape[0], image.shape[1], (0.02, 0.33), (0.3, 3.3), rng)
-        if box is not None:
-            top, left, height, width = box
-            image = image.clone()
-            image[top : top + height, left : left + width] = torch.tensor(data.mean).mul(255).round().byte()
-            return image
     return image

@@ -12,9 +12,12 @@ on what simplejpeg refuses. Of what was measured, simplejpeg was the fastest: a 
 import io
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
+import torch
 from PIL import Image, UnidentifiedImageError
 
 from raytrain.errors import DataError
@@ -27,25 +30,56 @@ _JPEG = b"\xff\xd8\xff"
 Encoded = bytes | memoryview
 
 
-def decode(encoded: Encoded, name: Callable[[], str]) -> np.ndarray:
-    """Decodes JPEG, PNG, BMP, WebP, TIFF or PNM to RGB: uint8 [H, W, 3].
+class Picture(NamedTuple):
+    """An image that stands upright when it is decoded."""
+
+    height: int
+    width: int
+    decode: Callable[[], torch.Tensor]
+    """Gives the pixels, uint8 [height, width, 3], or raises DataError."""
+
+
+def open_picture(encoded: Encoded | torch.Tensor, name: Callable[[], str]) -> Picture:
+    """Opens a JPEG, PNG, BMP, WebP, TIFF or PNM.
 
     Args:
-        encoded: the file's bytes.
+        encoded: the file's bytes; or pixels, uint8 [H, W, 3], of which there is nothing to be decoded.
         name: tells where they come from; called only where they are bad.
+
+    Raises:
+        DataError: it cannot be decoded; names the image and the reason.
+    """
+    if isinstance(encoded, torch.Tensor):
+        return Picture(encoded.shape[0], encoded.shape[1], lambda: encoded)
+    height, width, colorspace = _jpeg_header(encoded)
+    if colorspace in _FAST_COLORSPACES and height * width <= MAX_PIXELS:
+        orientation = _jpeg_orientation(encoded)
+        if orientation >= 5:
+            height, width = width, height
+        return Picture(height, width, partial(_decode_jpeg, encoded, orientation, name))
+    pixels = _decode_other(encoded, name)
+    return Picture(pixels.shape[0], pixels.shape[1], lambda: pixels)
+
+
+def decode(encoded: Encoded, name: Callable[[], str]) -> np.ndarray:
+    """Decodes what `open_picture` opens, to uint8 [H, W, 3].
 
     Raises:
         DataError: names the image and the reason.
     """
-    if encoded[:3] == _JPEG:
-        try:
-            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
-            if colorspace in _FAST_COLORSPACES and int(height) * int(width) <= MAX_PIXELS:
-                return turn_upright(simplejpeg.decode_jpeg(encoded, "RGB"), _jpeg_orientation(encoded))
-        except ValueError:
-            pass  # of an odd but readable file, too: Pillow will tell
+    return open_picture(encoded, name).decode().numpy()
+
+
+def _decode_jpeg(encoded: Encoded, orientation: int, name: Callable[[], str]) -> torch.Tensor:
     try:
-        return _decode_by_pillow(encoded)
+        return torch.from_numpy(turn_upright(simplejpeg.decode_jpeg(encoded, "RGB"), orientation))
+    except ValueError:  # of an odd but readable file, too: Pillow will tell
+        return _decode_other(encoded, name)
+
+
+def _decode_other(encoded: Encoded, name: Callable[[], str]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(_decode_by_pillow(encoded))
     except UnidentifiedImageError:
         reason = "its content is of no known format" if len(encoded) else "it is empty"
         raise DataError(f"cannot decode image {name()}: {reason}; repair or remove it") from None
@@ -65,8 +99,8 @@ def _decode_by_pillow(encoded: Encoded) -> np.ndarray:
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Applies an EXIF orientation, 1 to 8 (anything else counts as 1), to pixels [H, W, 3]."""
-    if orientation not in range(2, 9):
+    """Applies an EXIF orientation, 1 to 8, to pixels [H, W, 3]."""
+    if orientation == 1:
         return pixels
     if orientation >= 5:  # 5: transposed; 6: to be turned right; 7: transposed the other way; 8: to be turned left
         pixels = pixels.transpose(1, 0, 2)
@@ -81,20 +115,22 @@ def is_plain(encoded: Encoded, *, jpeg_only: bool) -> bool:
     """
     if encoded[:3] == _JPEG:
         markers = [marker for marker, _ in _segments(encoded)]
-        return bool({0xC0, 0xC1}.intersection(markers)) and _colorspace(encoded) in _FAST_COLORSPACES
+        return bool({0xC0, 0xC1}.intersection(markers)) and _jpeg_header(encoded)[2] in _FAST_COLORSPACES
     image = Image.open(io.BytesIO(encoded))
     return not jpeg_only and image.mode in ("L", "RGB") and "transparency" not in image.info
 
 
-def _colorspace(encoded: Encoded) -> str:
+def _jpeg_header(encoded: Encoded) -> tuple[int, int, str]:
+    """Height, width and colorspace as they are stored; no colorspace where it is no JPEG that simplejpeg takes."""
     try:
-        return simplejpeg.decode_jpeg_header(encoded)[2]
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
     except ValueError:
-        return ""
+        return 0, 0, ""
+    return int(height), int(width), colorspace  # type: ignore[arg-type]
 
 
 def _jpeg_orientation(encoded: Encoded) -> int:
-    """The orientation in a JPEG's EXIF segment; 1 where there is none."""
+    """The orientation in a JPEG's EXIF segment, 1 to 8; 1 where there is none."""
     for marker, segment in _segments(encoded):
         if marker == 0xE1 and segment[:6] == b"Exif\0\0":
             exif = Image.Exif()
@@ -115,6 +151,7 @@ def _segments(encoded: Encoded) -> Iterator[tuple[int, Encoded]]:
 
 def _orientation(read_exif: Callable[[], Image.Exif]) -> int:
     try:
-        return int(read_exif().get(0x0112, 1))
+        orientation = int(read_exif().get(0x0112, 1))
     except (SyntaxError, ValueError, TypeError, KeyError, IndexError, OSError, struct.error):
         return 1  # a damaged note says nothing of the image
+    return orientation if 1 <= orientation <= 8 else 1

@@ -6,7 +6,7 @@ images are under way as keep the threads busy while a batch is taken.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from raytrain import config
-from raytrain.data.augment import eval_transform, train_transform
+from raytrain.data.augment import Changes, draw_changes, eval_transform, train_transform
 from raytrain.data.bad import BadImages
-from raytrain.data.decode import decode
-from raytrain.data.mix import Mix, draw_mix, mix
-from raytrain.data.order import epoch_order, sample_rng
+from raytrain.data.decode import Picture, open_picture
+from raytrain.data.mix import Mix, mix
+from raytrain.data.order import COLOUR, Streams, epoch_order
 from raytrain.data.source import Source
 from raytrain.errors import DataError
 from raytrain.plan import Plan, deal
@@ -96,7 +96,7 @@ def train_batches(
             micro_batches = plan.micro_batches(step)
             for number in shares[step % plan.steps_per_epoch]:
                 samples = order[micro_batches[number].start : micro_batches[number].stop]
-                yield _Job(samples, partial(_train_image, data, seed, epoch))
+                yield _Job(samples, data, seed, epoch)
 
     with closing(_in_threads(source, jobs(), num_threads, data.image_size, device, bad)) as batches:
         for step in steps:
@@ -124,29 +124,17 @@ def eval_batches(
     count = len(source.labels)
     starts = range(0, count, batch_size)
     mine = [np.arange(starts[n], min(starts[n] + batch_size, count)) for n in deal(len(starts), world_size)[rank]]
-    jobs = (_Job(samples, partial(_eval_image, data)) for samples in mine)
+    jobs = (_Job(samples, data) for samples in mine)
     return _in_threads(source, jobs, num_threads, data.image_size, device, bad)
 
 
 class _Job(NamedTuple):
-    """A batch to be made."""
+    """A batch to be made. Without seed and epoch it is one of evaluation."""
 
     samples: np.ndarray
-    transform: Callable[[torch.Tensor, int], tuple[torch.Tensor, Mix | None]]
-    """Of pixels and their sample's number: what goes into the batch, uint8 [S, S, 3], and how to mix it."""
-
-
-def _train_image(
-    data: config.Data, seed: int, epoch: int, pixels: torch.Tensor, sample: int
-) -> tuple[torch.Tensor, Mix | None]:
-    rng = sample_rng(seed, epoch, sample)
-    image = train_transform(pixels, data, rng)
-    mixes = data.mixup_alpha is not None or data.cutmix_alpha is not None
-    return image, draw_mix(data, rng) if mixes else None
-
-
-def _eval_image(data: config.Data, pixels: torch.Tensor, _: int) -> tuple[torch.Tensor, None]:
-    return eval_transform(pixels, data), None
+    data: config.Data
+    seed: int | None = None
+    epoch: int = 0
 
 
 class _Chunk(NamedTuple):
@@ -158,22 +146,44 @@ class _Chunk(NamedTuple):
 
 
 def _fill(source: Source, job: _Job, images: torch.Tensor, rows: range, *, skip: bool) -> _Chunk:
-    mixes: list[Mix | None] = []
+    """Makes some images of a batch.
+
+    First all are read and drawn for, then all are decoded. One image after the other takes a fifth more: a decoder
+    drives Python's own code and data out of the CPU's caches.
+    """
+    samples = job.samples[rows.start : rows.stop].tolist()
+    data, streams = job.data, Streams(job.seed, job.epoch) if job.seed is not None else None
     bad: dict[int, DataError] = {}
-    for row, sample in zip(rows, job.samples[rows.start : rows.stop].tolist(), strict=True):
+    opened: list[tuple[int, Picture, Changes | None]] = []
+    mixes: list[Mix | None] = [None] * len(samples)
+    for number, sample in enumerate(samples):
         try:
-            read = source.read(sample)
-            if not isinstance(read, torch.Tensor):
-                read = torch.from_numpy(decode(read, partial(source.name, sample)))
-            image, how = job.transform(read, sample)
-            images[row].copy_(image)
-            mixes.append(how)
+            picture = open_picture(source.read(sample), partial(source.name, sample))
         except DataError as error:
-            if not skip:
-                raise
-            bad[row] = error
-            images[row].zero_()
-            mixes.append(Mix(1.0, 0, 0, 0, 0))
+            bad[rows[number]] = error
+            continue
+        changes = None
+        if streams is not None:
+            changes = draw_changes(picture.height, picture.width, data, streams.of(sample))
+            mixes[number] = changes.mix
+        opened.append((number, picture, changes))
+    recolours = data.auto_augment is not None or data.color_jitter is not None
+    colours = Streams(job.seed, job.epoch, COLOUR) if job.seed is not None and recolours else None
+    for number, picture, changes in opened:
+        try:
+            pixels = picture.decode()
+        except DataError as error:
+            bad[rows[number]] = error
+            continue
+        if changes is None:
+            image = eval_transform(pixels, data)
+        else:
+            image = train_transform(pixels, changes, data, colours and colours.of(samples[number]))
+        images[rows[number]].copy_(image)
+    if bad and not skip:
+        raise bad[min(bad)]
+    for row in bad:
+        images[row].zero_()
     return _Chunk(mixes, bad)
 
 

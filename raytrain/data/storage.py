@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -44,10 +45,12 @@ class Storage:
 
     def __init__(self, location: str) -> None:
         self.is_remote = "://" in location
-        base, mark, query = location.partition("?") if self.is_remote else (location, "", "")
-        self._base, self._query = base.rstrip("/") or "/", mark + query
         if not self.is_remote:
-            self._base = str(Path(self._base).expanduser().absolute())
+            self._base, self._query = str(Path(location).expanduser().absolute()), ""
+            self._fs, self._root = fs.LocalFileSystem(), self._base
+            return
+        base, mark, query = location.partition("?")
+        self._base, self._query = base.rstrip("/"), mark + query
         with self._telling():
             self._fs, self._root = fs.FileSystem.from_uri(self._base + self._query)
 
@@ -58,7 +61,9 @@ class Storage:
         return self._base + self._query
 
     def __truediv__(self, name: str) -> "Storage":
-        return Storage(f"{self._base}/{name}{self._query}")
+        folder = copy(self)  # with the same connections
+        folder._base, folder._root = f"{self._base}/{name}", f"{self._root}/{name}"
+        return folder
 
     @property
     def path(self) -> Path:

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits, load_sample_image
 from raytrain.config import Data, Train
 from raytrain.data.decode import decode
 from raytrain.data.loader import eval_batches, train_batches
-from raytrain.data.order import epoch_order, sample_rng
+from raytrain.data.order import COLOUR, ORDER, Streams, epoch_order
 from raytrain.data.source import open_sources
 from raytrain.errors import DataError
 from raytrain.plan import make_plan
@@ -180,22 +180,33 @@ def test_orders_differ_between_epochs_and_seeds():
 
 def test_each_sample_has_its_own_stream_in_each_epoch():
     draws = {
-        tuple(sample_rng(seed, epoch, sample).random(3))
+        tuple(Streams(seed, epoch).of(sample).random(3))
         for seed in (0, 1)
         for epoch in range(20)
         for sample in (*range(20), 1_281_166)
     }
     assert len(draws) == 2 * 20 * 21
-    assert sample_rng(1, 2, 3).random(9).tolist() == sample_rng(1, 2, 3).random(9).tolist()
-    every = np.stack([sample_rng(0, 0, sample).random(100) for sample in range(200)])
+    assert Streams(1, 2).of(3).random(9).tolist() == Streams(1, 2).of(3).random(9).tolist()
+    every = np.stack([Streams(0, 0).of(sample).random(100) for sample in range(200)])
     assert abs(np.corrcoef(every[:, 0], every[:, 1])[0, 1]) < 0.3
     assert abs(every.mean() - 0.5) < 0.01
 
 
-def test_no_samples_stream_is_that_of_the_order():
-    order = np.random.Generator(np.random.Philox(key=[0, 0], counter=[0, 0, 1, 0])).integers(2**32, size=64)
+def test_no_stream_of_one_use_is_that_of_another():
+    order = set(Streams(0, 0, ORDER).of(0).integers(2**32, size=64).tolist())
     for sample in range(100):
-        assert not set(sample_rng(0, 0, sample).integers(2**32, size=64)) & set(order)
+        shape, colour = (set(Streams(0, 0, use).of(sample).integers(2**32, size=64).tolist()) for use in (0, COLOUR))
+        assert not shape & order
+        assert not colour & order
+        assert not colour & shape
+
+
+def test_a_stream_begins_anew_whatever_was_drawn_before():
+    streams = Streams(3, 4)
+    streams.of(8).random(dtype=np.float32)  # leaves half of a word behind
+    assert streams.of(9).integers(2**31, size=5, dtype=np.int32).tolist() == [
+        *np.random.Generator(np.random.Philox(key=[3, 4], counter=[0, 0, 0, 9])).integers(2**31, size=5, dtype=np.int32)
+    ]
 
 
 # batches

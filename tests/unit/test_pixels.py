@@ -17,7 +17,7 @@ from torchvision.transforms import v2 as transforms
 from raytrain.config import Data
 from raytrain.data import augment
 from raytrain.data.decode import decode
-from raytrain.data.order import sample_rng
+from raytrain.data.order import Streams
 from raytrain.errors import DataError
 
 
@@ -37,7 +37,9 @@ def eval_transform(image, data):
 
 
 def train_transform(image, data, rng):
-    return augment.train_transform(torch.from_numpy(np.array(image)), data, rng).numpy()
+    """With one stream for shape and colours."""
+    changes = augment.draw_changes(image.height, image.width, data, rng)
+    return augment.train_transform(torch.from_numpy(np.array(image)), changes, data, rng).numpy()
 
 
 # from bytes to pixels
@@ -137,9 +139,9 @@ def test_a_random_crop_is_resized_as_by_pillow(name):
     differences = []
     for sample in range(40):
         top, left, height, width = augment._random_box(
-            photo.height, photo.width, (0.08, 1.0), (0.75, 4 / 3), sample_rng(0, 0, sample)
+            photo.height, photo.width, (0.08, 1.0), (0.75, 4 / 3), Streams(0, 0).of(sample)
         )
-        got = train_transform(photo, Data(image_size=96), sample_rng(0, 0, sample)).astype(int)
+        got = train_transform(photo, Data(image_size=96), Streams(0, 0).of(sample)).astype(int)
         box = (left, top, left + width, top + height)
         expected = photo.resize((96, 96), Image.Resampling.BILINEAR, box=box)
         cropped = photo.crop(box).resize((96, 96), Image.Resampling.BILINEAR)  # as torchvision: nothing from outside
@@ -152,14 +154,14 @@ def test_a_random_crop_is_resized_as_by_pillow(name):
 def test_resize_for_training_is_evaluation():
     data = Data(image_size=64, eval_resize=72, train_crop="resize")
     photo = photograph("coffee")
-    assert (train_transform(photo, data, sample_rng(0, 0, 0)) == eval_transform(photo, data)).all()
+    assert (train_transform(photo, data, Streams(0, 0).of(0)) == eval_transform(photo, data)).all()
 
 
 def boxes(image, data, count=2000):
     """Left, top, right and bottom of each."""
     drawn = np.array(
         [
-            augment._random_box(image.height, image.width, data.crop_scale, data.crop_ratio, sample_rng(0, 0, sample))
+            augment._random_box(image.height, image.width, data.crop_scale, data.crop_ratio, Streams(0, 0).of(sample))
             for sample in range(count)
         ]
     )
@@ -212,7 +214,7 @@ def test_a_thin_image_is_cropped_to_an_allowed_shape_and_never_to_nothing(shape)
         assert 0 <= box[1] < box[3] <= image.height
         assert 0.5 < width / height < 2  # 3/4 to 4/3 and whole pixels
     for sample in range(20):
-        assert train_transform(image, data, sample_rng(0, 0, sample)).tolist() == [[[77] * 3] * 8] * 8
+        assert train_transform(image, data, Streams(0, 0).of(sample)).tolist() == [[[77] * 3] * 8] * 8
     assert eval_transform(image, data).tolist() == [[[77] * 3] * 8] * 8
 
 
@@ -240,7 +242,7 @@ def test_flip_probabilities_of_0_1_and_a_half():
 
 def jittered(image, strength, sample):
     data = Data(image_size=image.width, train_crop="resize", color_jitter=strength)
-    return train_transform(image, data, sample_rng(0, 0, sample)).astype(int)
+    return train_transform(image, data, Streams(0, 0).of(sample)).astype(int)
 
 
 def test_brightness_stays_within_its_bounds_and_fills_them():
