@@ -5,9 +5,10 @@ images are under way as keep the threads busy while a batch is taken.
 """
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -251,6 +252,20 @@ class _Pending:
         return Batch(images, labels, count)
 
 
+def _start_threads(count: int) -> ThreadPoolExecutor:
+    """Threads whose own operations on tensors run on one thread each, as there are many of them."""
+    before, all_there = torch.get_num_threads(), threading.Barrier(count)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        all_there.wait()
+
+    executor = ThreadPoolExecutor(count, thread_name_prefix="loader")
+    wait([executor.submit(start) for _ in range(count)])
+    torch.set_num_threads(before)  # it counts for the thread that calls it, and for those that are started later
+    return executor
+
+
 def _in_threads(
     source: Source,
     jobs: Iterable[_Job],
@@ -264,9 +279,7 @@ def _in_threads(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
-    executor = ThreadPoolExecutor(
-        num_threads, thread_name_prefix="loader", initializer=torch.set_num_threads, initargs=(1,)
-    )
+    executor = _start_threads(num_threads)
 
     def take() -> Batch:
         pending = waiting.popleft()

@@ -65,7 +65,9 @@ def open_sources(data: config.Data, note: Callable[[str], None] = lambda _: None
     if data.source == "digits":
         return Sources(cache.converted(open_digits("train")), cache.converted(open_digits("val")))
     if data.path is None:
-        raise DataError("data.path is not set; give the folder, or s3:// or gs:// location, of the dataset")
+        raise DataError(
+            "data.path is not set; give the folder, or the s3:// or gs:// location, that holds train/ and val/"
+        )
     storage = Storage(data.path)
     train = _open(storage, "train", data, cache, None)
     val = _open(storage, "val", data, cache, train.class_names)

@@ -318,6 +318,23 @@ def test_loader_threads_end_with_their_iterator():
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
+def test_loader_threads_leave_every_other_thread_its_own_number_of_compute_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        plan = make_plan(Train(global_batch_size=4, micro_batch_size=2, epochs=9), 40)
+        batches = train_batches(Numbered(40), Data(image_size=8), plan, 0, 0, 1, 0, 3, CPU)
+        next(batches)
+        seen = [torch.get_num_threads()]
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        batches.close()
+        assert seen == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_unreadable_image_ends_the_batches_at_its_step_by_name(tmp_path):
     make_folder(tmp_path, {"train/a": 8, "val/a": 1})
     source = open_folder(tmp_path).train
