@@ -73,15 +73,19 @@ def report(made: dict[str, Dataset]) -> str:
     for split, dataset in made.items():
         counts = list(zip(dataset.images_per_class, dataset.class_names, strict=True))
         (fewest, its_name), (most, other_name) = min(counts), max(counts)
-        size_in, size_out = (size / GIB for size in (dataset.bytes_in, dataset.bytes_out))
         lines.append(
             f"{split or 'all'}: {dataset.images:,} images of {len(counts):,} classes, {fewest:,} ({its_name}) to "
             f"{most:,} ({other_name}) each"
         )
-        lines.append(f"  {size_in:.3f} GiB of images became {size_out:.3f} GiB in {len(dataset.shards):,} shards")
+        size_in, size_out = _amount(dataset.bytes_in), _amount(dataset.bytes_out)
+        lines.append(f"  {size_in} of images became {size_out} in {len(dataset.shards):,} shards")
         lines.append(f"  {len(dataset.bad):,} bad images were left out" + (":" if dataset.bad else ""))
         lines += [f"    {image['reason']}" for image in dataset.bad]
     return "\n".join(lines)
+
+
+def _amount(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str], None]) -> Dataset:
@@ -89,7 +93,7 @@ def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str]
     left = undone(parts, folder)
     if not folder.exists(DATASET_FILE):
         before, started = len(parts) - len(left), time.monotonic()
-        say(f"{origin.size / GIB:.3f} GiB in {len(parts)} parts, {before} of them done")
+        say(f"{_amount(origin.size)} in {len(parts)} parts, {before} of them done")
         for done, record in enumerate(_write_all(left, request.num_workers), 1):
             seconds = time.monotonic() - started
             images = sum(record.images_by_label.values())

@@ -147,7 +147,7 @@ def finish(origin: Origin, parts: Sequence[Part], destination: Storage) -> Datas
     for record in records:
         labels.update({int(label): count for label, count in record.images_by_label.items()})
     names = origin.class_names or tuple(str(number) for number in range(max(labels, default=-1) + 1))
-    if origin.leaves_none_out and (gaps := [name for name in names if not labels[int(name)]]):
+    if origin.class_names is None and origin.leaves_none_out and (gaps := [n for n in names if not labels[int(n)]]):
         raise DataError(
             f"{origin.where}: no image has label {gaps[0]}, and the largest is {names[-1]}; labels are 0, 1, 2, ... "
             "without a gap, unless class names are given"

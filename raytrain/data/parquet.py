@@ -97,6 +97,8 @@ def open_parquet(
                 size = sum(about.column(number).total_compressed_size for number in range(about.num_columns))
                 groups.append((stored.name, group, first, size))
                 first += about.num_rows
+    if not any(len(column) for column in labels):
+        raise DataError(f"{describe(storage, split)} has no rows")
     names = _class_names(schema, columns, [storage.where(file.name) for file in files], labels, split)
     pieces = [ParquetPiece(storage, file, number, first, size, columns, names) for file, number, first, size in groups]
     return Origin(describe(storage, split), names, pieces, fingerprint("parquet", storage, files, columns))

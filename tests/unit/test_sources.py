@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,20 @@ def forms(tmp_path_factory):
 @pytest.fixture(scope="module")
 def broken():
     return bad_images()
+
+
+@pytest.fixture(autouse=True)
+def _no_hang():
+    """A test that waits for ever for a lock fails."""
+
+    def fail(signum, frame):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def parquet_dataset(root, labels, names=None, val=(0,), name="train/0.parquet"):
