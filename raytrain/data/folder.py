@@ -54,6 +54,9 @@ class FolderSource:
         self.labels = renumbered(listing.labels, listing.class_names, self.class_names, str(root))
         self._root, self._files = root, listing.files
 
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Nothing: threads that wait for a file do not keep the others from their work."""
+
     def read(self, index: int) -> bytes:
         """The file's bytes."""
         path = f"{self._root}/{self._files[index].as_py()}"

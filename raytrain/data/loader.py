@@ -202,6 +202,7 @@ class _Pending:
     ) -> None:
         self._source, self._job, self._device, self._bad = source, job, device, bad
         self.count = len(job.samples)
+        source.prefetch(job.samples)
         self._images = torch.empty((self.count, size, size, 3), dtype=torch.uint8, pin_memory=device.type == "cuda")
         chunks = [range(low, min(low + CHUNK, self.count)) for low in range(0, self.count, CHUNK)]
         self._parts: list[Future[_Chunk]] = [
@@ -212,7 +213,7 @@ class _Pending:
 
     def start_copy(self, stream: torch.cuda.Stream) -> None:
         """Copies the batch to the GPU beside what it computes, if it is ready and not yet copied."""
-        if self._batch is None and all(part.done() for part in self._parts):
+        if self._batch is None and all(part.done() and part.exception() is None for part in self._parts):
             with torch.cuda.stream(stream):
                 self._batch = self._finish()
             self._copied = stream.record_event()

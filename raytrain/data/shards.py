@@ -10,6 +10,7 @@ rows and the SHA-256 of its image bytes in its metadata, so that a damaged place
 
 import hashlib
 import json
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -100,6 +101,7 @@ class ArrowSource:
         self._batches: list[pa.RecordBatch] = []
         self._offsets: list[np.ndarray] = []
         self._images: list[memoryview] = []
+        self._mapped: list[tuple[mmap.mmap, int]] = []  # a batch's file, and where in it the images begin
         self._starts: list[int] = []
         self._places: list[tuple[str, int]] = []  # shard, and the first row in it
         labels: list[np.ndarray] = []
@@ -112,16 +114,23 @@ class ArrowSource:
                         f"{path} has {path.stat().st_size} bytes, and {DATASET_FILE} says {shard.size}: it was cut "
                         "short or replaced; copy it again or prepare the data anew"
                     )
-                reader = pa.ipc.open_file(pa.memory_map(str(path)))
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                buffer = pa.py_buffer(mapped)
+                reader = pa.ipc.open_file(pa.BufferReader(buffer))
                 first = rows
                 for number in range(reader.num_record_batches):
                     batch = reader.get_batch(number)
                     self._places.append((shard.name, rows - first))
                     self._starts.append(rows)
-                    self._add(batch)
+                    _, offsets, data = batch.column("image").buffers()
+                    self._batches.append(batch)
+                    self._offsets.append(np.frombuffer(offsets, np.int32))
+                    self._images.append(memoryview(data).cast("B"))  # as it comes its bytes are signed
+                    self._mapped.append((mapped, data.address - buffer.address))
                     labels.append(_labels(batch, len(about.class_names), f"{path} row", rows - first))
                     rows += batch.num_rows
-            except (OSError, pa.ArrowInvalid, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(f"cannot read {path}: {error}; copy it again or prepare the data anew") from error
             if rows - first != shard.rows:
                 raise DataError(f"{path} has {rows - first} rows, and {DATASET_FILE} says {shard.rows}")
@@ -131,11 +140,18 @@ class ArrowSource:
     def __reduce__(self) -> tuple[Any, ...]:
         return ArrowSource, (self._folder, self.class_names)
 
-    def _add(self, batch: pa.RecordBatch) -> None:
-        _, offsets, data = batch.column("image").buffers()
-        self._batches.append(batch)
-        self._offsets.append(np.frombuffer(offsets, np.int32))
-        self._images.append(memoryview(data).cast("B"))  # as it comes its bytes are signed
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Has the rows brought into memory, and does not wait.
+
+        Whoever reads a page that is not there stops all of Python's threads until it comes.
+        """
+        for index in indices.tolist():
+            number = bisect_right(self._starts, index) - 1
+            row = index - self._starts[number]
+            start, stop = self._offsets[number][row : row + 2].tolist()
+            mapped, at = self._mapped[number]
+            page = (at + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, page, at + stop - page)
 
     def read(self, index: int) -> memoryview | torch.Tensor:
         """The row's bytes in place: an encoded image, or pixels, uint8 [H, W, 3]."""

@@ -30,6 +30,10 @@ class Source(Protocol):
     labels: np.ndarray
     """int64 [N], each from 0 to len(class_names) - 1."""
 
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Says which samples are read soon. Does not wait."""
+        ...
+
     def read(self, index: int) -> memoryview | bytes | torch.Tensor:
         """The encoded image, or its pixels, uint8 [H, W, 3], where the source has them.
 

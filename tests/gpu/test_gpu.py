@@ -5,10 +5,13 @@ import torch
 
 from raytrain import checkpoint
 from raytrain.commandline import parse
+from raytrain.config import Data, Train
+from raytrain.data.loader import train_batches
 from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime
 from raytrain.loop import train
 from raytrain.model import build_model
+from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
 
 if not torch.cuda.is_available():
@@ -54,3 +57,21 @@ def test_the_scaler_s_state_goes_on(tmp_path):
     scaler = checkpoint.load_training(checkpoint.saved(tmp_path)[-1])["scaler"]
     assert scaler["scale"] > 0
     assert scaler["_growth_tracker"] <= 5
+
+
+@pytest.mark.parametrize("keys", [{}, {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}, {"color_jitter": (0.4, 0.4, 0.4)}])
+def test_batches_are_those_of_a_cpu(keys):
+    data = Data(source="digits", image_size=32, flip=0.5, **keys)
+    source = open_sources(data).train
+    plan = make_plan(Train(epochs=2, global_batch_size=256, micro_batch_size=64), len(source.labels))
+
+    def batches(device):
+        for step in train_batches(source, data, plan, 0, 0, 1, 0, 4, torch.device(device)):
+            if device == "cuda":
+                torch.randn(2000, 2000, device=device) @ torch.randn(2000, 2000, device=device)  # something beside it
+            yield from step.batches
+
+    for ours, theirs in zip(batches("cuda"), batches("cpu"), strict=True):
+        assert ours.images.device.type == "cuda"
+        assert torch.allclose(ours.images.cpu().float(), theirs.images.float(), atol=1e-3)
+        assert torch.allclose(ours.labels.cpu().float(), theirs.labels.float())

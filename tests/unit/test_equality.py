@@ -27,7 +27,7 @@ class Part:
 
     def __init__(self, source, count):
         self.class_names, self.labels = source.class_names, source.labels[:count]
-        self.read, self.name = source.read, source.name
+        self.read, self.name, self.prefetch = source.read, source.name, source.prefetch
 
 
 def make_config(**overrides):

@@ -123,4 +123,4 @@ class Marked:
     def __init__(self, source):
         self.labels = np.arange(len(source.labels))
         self.class_names = tuple(str(number) for number in self.labels)
-        self.read, self.name = source.read, source.name
+        self.read, self.name, self.prefetch = source.read, source.name, source.prefetch

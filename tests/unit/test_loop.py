@@ -46,6 +46,9 @@ class Noise:
             Image.fromarray(pixels).save(file, "png")
             self._files.append(file.getvalue())
 
+    def prefetch(self, indices):
+        pass
+
     def read(self, index):
         return self._files[index]
 

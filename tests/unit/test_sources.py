@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def _no_hang():
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -325,18 +326,18 @@ def test_images_are_found_in_nested_folders_and_behind_links(tmp_path):
     assert val.labels.tolist() == [1]
 
 
-def test_names_of_any_kind_are_kept(tmp_path):
-    """File systems hold names that are no text."""
+def test_names_of_any_kind_are_kept_and_one_that_is_no_text_is_refused(tmp_path):
     samples = [Sample("ünï cödé, 'quoted\"", name, numbered(i)) for i, name in enumerate((" x.png", "new\nline.png"))]
     write_folder(tmp_path / "train", samples)
     write_folder(tmp_path / "val", samples)
+    for _ in range(2):
+        for source in open_dataset("folder", tmp_path, tmp_path / "cache"):
+            assert source.class_names == (samples[0].label,)
+            assert [source.read(i) for i in range(2)] == [numbered(0), numbered(1)]
     (tmp_path / "val" / samples[0].label / os.fsdecode(b"latin-\xe9.png")).write_bytes(numbered(9))
-    train, val = open_dataset("folder", tmp_path, tmp_path / "cache")
-    assert train.class_names == (samples[0].label,)
-    assert [train.read(i) for i in range(2)] == [numbered(0), numbered(1)]
-    for val_source in (val, open_dataset("folder", tmp_path, tmp_path / "cache").val):
-        assert sorted(val_source.read(i) for i in range(3)) == sorted(map(numbered, (0, 1, 9)))
-        assert all(val_source.name(i).encode("utf-8", "replace") for i in range(3))
+    with pytest.raises(DataError, match="latin-") as refused:
+        open_dataset("folder", tmp_path, tmp_path / "cache")
+    assert str(refused.value).encode()  # can be shown
 
 
 @pytest.mark.parametrize(
@@ -520,7 +521,7 @@ def tar_dataset(root, labels, classnames=None, val=(0,)):
         ([0, -100, 1, 2], "key1", "-100"),
         ([0, 1, "cat", 2], "key2", "cat"),
         ([0, 1, "1.5", 2], "key2", r"1\.5"),
-        ([0, 1, "", 2], "key2", "cls"),
+        ([0, 1, "", 2], "key2", "label ''"),
     ],
 )
 def test_a_wrong_label_of_a_tar_is_named_with_file_and_key(tmp_path, labels, key, value, names):
@@ -660,19 +661,23 @@ from pathlib import Path
 from raytrain.config import Data
 from raytrain.data.source import open_sources
 
+def peak():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0]) // 1024
+
 path, cache, go = sys.argv[1:]
+loaded = peak()
 while not Path(go).exists():
     pass
 sources = open_sources(Data(source="parquet", path=path, cache_path=cache, image_size=8))
 last = len(sources.train.labels) - 1
 print(last + 1, hashlib.sha256(bytes(sources.train.read(last))).hexdigest())
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(int(status["VmHWM"].split()[0]) // 1024)
+print(peak() - loaded)
 """
 
 
 def open_elsewhere(path, cache, go="/"):
-    """A process that opens a dataset of Parquet and prints what it found, and its peak of memory in MiB."""
+    """A process that opens a dataset of Parquet and prints what it found, and how far memory rose for it, in MiB."""
     command = [sys.executable, "-c", OPEN, str(path), str(cache), str(go)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
@@ -711,9 +716,9 @@ def test_a_large_row_group_is_read_in_slices_and_again_after_a_kill(tmp_path):
     with ended(open_elsewhere(tmp_path, cache)) as process:
         out, err = process.communicate(timeout=120)
         assert err == ""
-        found, peak = out.splitlines()
+        found, growth = out.splitlines()
         assert found == f"3000 {expected}"
-        assert int(peak) < 700
+        assert int(growth) < 600  # pyarrow makes pages of 1024 rows, and holds three of these 100 MiB at once
     kept = [path for path in (cache / "datasets").iterdir() if path.is_dir()]
     assert len(kept) == 2  # nothing is left of the killed one
     assert sum(path.stat().st_size for folder in kept for path in folder.iterdir()) < 310_000_000
@@ -896,30 +901,50 @@ def test_a_cache_too_small_is_refused_with_what_it_would_take(tmp_path):
     assert len(open_dataset("parquet", tmp_path, tmp_path / "cache", cache_gib=0.0012).train.labels) == 10
 
 
+def large_datasets(cache):
+    """Those of more than a validation set."""
+    return {path.parent.name for path in (cache / "datasets").glob("*/*.arrow") if path.stat().st_size > 500_000}
+
+
 def test_the_dataset_used_longest_ago_makes_room_and_one_in_use_stays(tmp_path):
     first, second, third = (megabyte_dataset(tmp_path / str(i), i) for i in range(3))
     cache, room = tmp_path / "cache", 0.0024  # two of them
     expected = held_by(open_dataset("parquet", first, cache).train)
+    (of_first,) = large_datasets(cache)
     open_dataset("parquet", second, cache)
-    both = datasets_in(cache)
-    assert len(both) == 4
     gc.collect()
     held = open_dataset("parquet", first, cache)  # second was used before it, and is not in use
     open_dataset("parquet", third, cache, cache_gib=room)
     gc.collect()
-    assert len(datasets_in(cache)) == 4
-    assert len(set(datasets_in(cache)) & set(both)) == 2
+    assert len(large_datasets(cache)) == 2
+    assert of_first in large_datasets(cache)
     assert held_by(held.train) == expected
     also_held = open_dataset("parquet", third, cache)
     with pytest.raises(DataError, match=r"cache_gib"):
         open_dataset("parquet", second, cache, cache_gib=room)
-    assert held_by(held.train) == expected
-    before = sorted(path.stat().st_mtime_ns for path in cache.rglob("*.arrow"))
-    assert held_by(open_dataset("parquet", first, cache).train) == expected
-    assert sorted(path.stat().st_mtime_ns for path in cache.rglob("*.arrow")) == before  # it was there still
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    assert held_by(held.train) == held_by(open_dataset("parquet", first, cache).train) == expected
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")} == before  # it was there still
     del held, also_held
     gc.collect()
     assert len(open_dataset("parquet", second, cache, cache_gib=room).train.labels) == 10
+    assert sum(path.stat().st_size for path in cache.rglob("*.arrow")) < room * 2**30
+
+
+def test_a_dataset_whose_making_failed_can_be_made_while_the_error_is_kept(tmp_path):
+    """A notebook keeps the last error, and with it all that its frames hold."""
+    megabyte_dataset(tmp_path, 0)
+    (tmp_path / "cache").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))  # as a full disk does
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(DataError, match=r"cannot write") as kept:
+            open_dataset("parquet", tmp_path, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(open_dataset("parquet", tmp_path, tmp_path / "cache").train.labels) == 10
+    assert kept.value.args
 
 
 def test_a_cached_shard_cut_short_is_named_or_made_again(tmp_path):
