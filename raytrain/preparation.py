@@ -5,6 +5,7 @@ store.
 """
 
 import fcntl
+import logging
 import multiprocessing
 import os
 import threading
@@ -144,7 +145,7 @@ def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record]:
     import ray
     from ray.exceptions import RayTaskError
 
-    ray.init(log_to_driver=False)
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
     try:
         write = ray.remote(num_cpus=1)(write_part)
         running = [write.remote(part, 1) for part in parts]

@@ -10,20 +10,17 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from raytrain import config
-from raytrain.data.augment import Changes, draw_changes, eval_transform, train_transform
 from raytrain.data.bad import BadImages
-from raytrain.data.decode import Picture, open_picture
-from raytrain.data.mix import Mix, mix
-from raytrain.data.order import COLOUR, Streams, epoch_order
+from raytrain.data.fill import Chunk, Job, fill
+from raytrain.data.mix import mix
+from raytrain.data.order import epoch_order
 from raytrain.data.source import Source
-from raytrain.errors import DataError
 from raytrain.plan import Plan, deal
 
 CHUNK = 16
@@ -88,7 +85,7 @@ def train_batches(
     steps = range(start_step, plan.total_steps)
     shares = [deal(len(plan.micro_batches(step)), world_size)[rank] for step in range(plan.steps_per_epoch)]
 
-    def jobs() -> Iterator[_Job]:
+    def jobs() -> Iterator[Job]:
         epoch, order = -1, np.empty(0, np.int64)
         for step in steps:
             if step // plan.steps_per_epoch != epoch:
@@ -97,7 +94,7 @@ def train_batches(
             micro_batches = plan.micro_batches(step)
             for number in shares[step % plan.steps_per_epoch]:
                 samples = order[micro_batches[number].start : micro_batches[number].stop]
-                yield _Job(samples, data, seed, epoch)
+                yield Job(samples, data, seed, epoch)
 
     with closing(_in_threads(source, jobs(), num_threads, data.image_size, device, bad)) as batches:
         for step in steps:
@@ -125,67 +122,8 @@ def eval_batches(
     count = len(source.labels)
     starts = range(0, count, batch_size)
     mine = [np.arange(starts[n], min(starts[n] + batch_size, count)) for n in deal(len(starts), world_size)[rank]]
-    jobs = (_Job(samples, data) for samples in mine)
+    jobs = (Job(samples, data) for samples in mine)
     return _in_threads(source, jobs, num_threads, data.image_size, device, bad)
-
-
-class _Job(NamedTuple):
-    """A batch to be made. Without seed and epoch it is one of evaluation."""
-
-    samples: np.ndarray
-    data: config.Data
-    seed: int | None = None
-    epoch: int = 0
-
-
-class _Chunk(NamedTuple):
-    """What a thread has to say of its part of a batch, whose pixels are in place."""
-
-    mixes: list[Mix | None]
-    bad: dict[int, DataError]
-    """By row within the part."""
-
-
-def _fill(source: Source, job: _Job, images: torch.Tensor, rows: range, *, skip: bool) -> _Chunk:
-    """Makes some images of a batch.
-
-    First all are read and drawn for, then all are decoded. One image after the other takes a fifth more: a decoder
-    drives Python's own code and data out of the CPU's caches.
-    """
-    samples = job.samples[rows.start : rows.stop].tolist()
-    data, streams = job.data, Streams(job.seed, job.epoch) if job.seed is not None else None
-    bad: dict[int, DataError] = {}
-    opened: list[tuple[int, Picture, Changes | None]] = []
-    mixes: list[Mix | None] = [None] * len(samples)
-    for number, sample in enumerate(samples):
-        try:
-            picture = open_picture(source.read(sample), partial(source.name, sample))
-        except DataError as error:
-            bad[rows[number]] = error
-            continue
-        changes = None
-        if streams is not None:
-            changes = draw_changes(picture.height, picture.width, data, streams.of(sample))
-            mixes[number] = changes.mix
-        opened.append((number, picture, changes))
-    recolours = data.auto_augment is not None or data.color_jitter is not None
-    colours = Streams(job.seed, job.epoch, COLOUR) if job.seed is not None and recolours else None
-    for number, picture, changes in opened:
-        try:
-            pixels = picture.decode()
-        except DataError as error:
-            bad[rows[number]] = error
-            continue
-        if changes is None:
-            image = eval_transform(pixels, data)
-        else:
-            image = train_transform(pixels, changes, data, colours and colours.of(samples[number]))
-        images[rows[number]].copy_(image)
-    if bad and not skip:
-        raise bad[min(bad)]
-    for row in bad:
-        images[row].zero_()
-    return _Chunk(mixes, bad)
 
 
 class _Pending:
@@ -194,7 +132,7 @@ class _Pending:
     def __init__(
         self,
         source: Source,
-        job: _Job,
+        job: Job,
         executor: ThreadPoolExecutor,
         size: int,
         device: torch.device,
@@ -205,8 +143,8 @@ class _Pending:
         source.prefetch(job.samples)
         self._images = torch.empty((self.count, size, size, 3), dtype=torch.uint8, pin_memory=device.type == "cuda")
         chunks = [range(low, min(low + CHUNK, self.count)) for low in range(0, self.count, CHUNK)]
-        self._parts: list[Future[_Chunk]] = [
-            executor.submit(_fill, source, job, self._images, rows, skip=bad is not None) for rows in chunks
+        self._parts: list[Future[Chunk]] = [
+            executor.submit(fill, source, job, self._images, rows, skip=bad is not None) for rows in chunks
         ]
         self._batch: Batch | None = None
         self._copied: Any = None
@@ -269,7 +207,7 @@ def _start_threads(count: int) -> ThreadPoolExecutor:
 
 def _in_threads(
     source: Source,
-    jobs: Iterable[_Job],
+    jobs: Iterable[Job],
     num_threads: int,
     size: int,
     device: torch.device,
