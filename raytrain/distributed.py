@@ -77,6 +77,11 @@ def torchrun_runtime(*, use_gpu: bool | None) -> Runtime:
     return Runtime(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def resolve_precision(precision: str, device: torch.device) -> str:
     """What `auto` means on a device: bf16 where it computes in it, else fp16 on GPUs and fp32 on CPUs."""
     if precision != "auto":

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from raytrain.commandline import Request, dump, help_text, parse
-from raytrain.errors import RaytrainError
+from raytrain.errors import ConfigError, RaytrainError
 
 FLAGS = frozenset({"--resume", "--dry-run", "--help"})
 
@@ -51,9 +51,14 @@ def _dry_run(request: Request) -> None:
     config = request.config
     num_images = config.data.num_train_images
     if num_images is None:
-        from raytrain.data.source import open_sources
+        from raytrain.data.source import is_read_in_place, open_sources
 
-        num_images = len(open_sources(config.data, print).train.labels)
+        if not is_read_in_place(config.data):
+            raise ConfigError(
+                f"data.source={config.data.source} of {config.data.path} would first be brought into data.cache_path; "
+                "set data.num_train_images=N for a --dry-run"
+            )
+        num_images = len(open_sources(config.data).train.labels)
     print(dump(config))
     print(dry_run_text(config, num_images))
 

@@ -11,14 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing import connection
 from typing import NamedTuple
 
 from raytrain.console import duration
-from raytrain.data.convert import Part, Record, finish, plan, read_record, undone, write_part
+from raytrain.data.convert import Part, Record, bytes_under_way, finish, plan, read_record, undone, write_part
 from raytrain.data.folder import open_folder
 from raytrain.data.origin import SPLITS, Origin, split_folder, split_of
 from raytrain.data.parquet import open_parquet
@@ -26,9 +26,11 @@ from raytrain.data.shards import DATASET_FILE, Dataset, open_shards
 from raytrain.data.storage import Storage
 from raytrain.data.transcode import Settings
 from raytrain.data.webdataset import open_webdataset
+from raytrain.distributed import available_cores
 from raytrain.errors import DataError
 
 GIB = 2**30
+PROGRESS_SECONDS = 5.0
 
 
 class Request(NamedTuple):
@@ -93,15 +95,14 @@ def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str]
     parts = plan(origin, folder, request.settings, max(1, int(request.shard_gib * GIB)))
     left = undone(parts, folder)
     if not folder.exists(DATASET_FILE):
-        before, started = len(parts) - len(left), time.monotonic()
+        before, done, started = len(parts) - len(left), 0, time.monotonic()
         say(f"{_amount(origin.size)} in {len(parts)} parts, {before} of them done")
-        for done, record in enumerate(_write_all(left, request.num_workers), 1):
+        for record in _write_all(left, request.num_workers):
+            done += record is not None
             seconds = time.monotonic() - started
-            images = sum(record.images_by_label.values())
-            say(
-                f"{before + done} of {len(parts)} parts done, this one of {images:,} images; {duration(seconds)}, "
-                f"{duration(seconds / done * (len(left) - done))} left"
-            )
+            ahead = f", about {duration(seconds / done * (len(left) - done))} left" if 0 < done < len(left) else ""
+            written = f", {_amount(size)} being written" if (size := bytes_under_way(folder)) else ""
+            say(f"{before + done} of {len(parts)} parts done{written}; {duration(seconds)}{ahead}")
         _check_bad([read_record(folder, part.number) for part in parts], origin.where, request.max_bad_fraction)
     return finish(origin, parts, folder)
 
@@ -116,32 +117,32 @@ def _check_bad(records: Sequence[Record], where: str, max_fraction: float) -> No
         )
 
 
-def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Record]:
-    """The records of parts, each as soon as it is done."""
+def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Record | None]:
+    """The records of parts, each as soon as it is done; None now and then while they are made."""
     if not parts:
         return
     if os.environ.get("RAY_ADDRESS"):
         yield from _write_over_ray(parts)
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = num_workers or cores
+    workers = num_workers or available_cores()
     processes = min(workers, len(parts))
     write = partial(write_part, num_threads=max(1, workers // processes))
-    if processes == 1:
-        yield from map(write, parts)
-        return
-    context = multiprocessing.get_context("spawn")  # of a process without threads that a fork would lose
-    with ProcessPoolExecutor(processes, context, initializer=_end_with_parent) as executor:
-        futures = [executor.submit(write, part) for part in parts]
+    spawn = multiprocessing.get_context("spawn")  # a fork would lose the threads of libraries
+    pool: Executor = ThreadPoolExecutor(1)
+    if processes > 1:
+        pool = ProcessPoolExecutor(processes, spawn, initializer=_end_with_parent)
+    with pool as executor:
+        running = {executor.submit(write, part) for part in parts}
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            while running:
+                done, running = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
+                yield from [future.result() for future in done] or [None]
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record]:
+def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record | None]:
     import ray
     from ray.exceptions import RayTaskError
 
@@ -150,9 +151,9 @@ def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record]:
         write = ray.remote(num_cpus=1)(write_part)
         running = [write.remote(part, 1) for part in parts]
         while running:
-            done, running = ray.wait(running)
+            done, running = ray.wait(running, timeout=PROGRESS_SECONDS)
             try:
-                yield ray.get(done[0])
+                yield from ray.get(done) or [None]
             except RayTaskError as error:
                 raise (error.cause if isinstance(error.cause, DataError) else error) from None
     finally:
@@ -165,7 +166,7 @@ def _end_with_parent() -> None:
     assert parent is not None
 
     def watch() -> None:
-        wait([parent.sentinel])
+        connection.wait([parent.sentinel])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -27,9 +27,10 @@ from torchvision import datasets, transforms
 
 from raytrain import config
 from raytrain.bench.photographs import write_photographs
-from raytrain.bench.report import Report, available_cores
+from raytrain.bench.report import Report
 from raytrain.data.loader import eval_batches, train_batches
 from raytrain.data.source import open_sources
+from raytrain.distributed import available_cores
 from raytrain.errors import RaytrainError
 from raytrain.plan import make_plan
 

@@ -1,7 +1,6 @@
 """The form that every benchmark's figures take."""
 
 import json
-import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from raytrain.distributed import available_cores
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,6 @@ class Report:
             key: [one / other for one, other in zip(self.rows[above], self.rows[below], strict=True)]
             for key, (above, below) in self.ratios.items()
         }
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _line(name: str, figures: Sequence[float], digits: int) -> str:

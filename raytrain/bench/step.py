@@ -22,11 +22,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain.bench.report import Report, available_cores
+from raytrain.bench.report import Report
 from raytrain.commandline import parse
 from raytrain.config import Config
 from raytrain.data.source import open_sources
-from raytrain.distributed import Runtime, resolve_precision
+from raytrain.distributed import Runtime, available_cores, resolve_precision
 from raytrain.loop import AUTOCAST_DTYPES, train
 from raytrain.model import build_model
 from raytrain.recorder import Listener, Recorder

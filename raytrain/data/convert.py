@@ -11,6 +11,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -174,6 +175,16 @@ def read_record(destination: Storage, number: int) -> Record:
     """The record of a part that is done."""
     values = json.loads(destination.read(_record_name(number)))
     return Record(**{**values, "shards": [Shard(**shard) for shard in values["shards"]]})
+
+
+def bytes_under_way(destination: Storage) -> int:
+    """Size of the shards that are being written, where they can be seen."""
+    folders = () if destination.is_remote else destination.path.glob(f"{_SCRATCH}*/*")
+    size = 0
+    for path in folders:
+        with suppress(FileNotFoundError):  # it has just been finished
+            size += path.stat().st_size
+    return size
 
 
 def _record_name(number: int) -> str:

@@ -81,6 +81,12 @@ def open_sources(data: config.Data, note: Callable[[str], None] = lambda _: None
     return Sources(train, val)
 
 
+def is_read_in_place(data: config.Data) -> bool:
+    """Whether opening the data brings next to nothing into the cache."""
+    is_remote = data.path is not None and Storage(data.path).is_remote
+    return data.source in ("digits", "folder", "arrow") and not is_remote
+
+
 def _open(storage: Storage, split: str, data: config.Data, cache: Cache, class_names: tuple[str, ...] | None) -> Source:
     if data.source == "parquet":
         return cache.converted(open_parquet(storage, split, data.image_column, data.label_column), class_names)
