@@ -8,6 +8,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,8 +64,12 @@ def prepare(request: Request, say: Callable[[str], None]) -> dict[str, Dataset]:
     form = request.form or _find_form(source)
     made: dict[str, Dataset] = {}
     for split in _splits(source, form):
-        origin = _open(request, source, form, split)
+        train = made.get("train")
+        origin = _open(request, source, form, split, tuple(train.class_names) if train else None)
         folder = destination / split if split else destination
+        read = source if form in ("parquet", "webdataset") or split is None else split_folder(source, split)
+        if f"{folder}/".startswith(f"{read}/"):
+            raise DataError(f"{destination} lies in what is read, {read}; give another folder")
         with _claimed(folder):
             made[split or ""] = _make(request, origin, folder, partial(_say, say, split))
     return made
@@ -131,15 +136,31 @@ def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Recor
     pool: Executor = ThreadPoolExecutor(1)
     if processes > 1:
         pool = ProcessPoolExecutor(processes, spawn, initializer=_end_with_parent)
-    with pool as executor:
-        running = {executor.submit(write, part) for part in parts}
-        try:
-            while running:
-                done, running = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
-                yield from [future.result() for future in done] or [None]
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+    before = multiprocessing.active_children()
+    with _without_ctrl_c():  # it is this process's to answer; children inherit that they do not
+        running = {pool.submit(write, part) for part in parts}
+    try:
+        while running:
+            done, running = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
+            yield from [future.result() for future in done] or [None]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - set(before):
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record | None]:
@@ -220,13 +241,16 @@ def _splits(source: Storage, form: str) -> list[str | None]:
     return [*found] or [None]
 
 
-def _open(request: Request, source: Storage, form: str, split: str | None) -> Origin:
+def _open(request: Request, source: Storage, form: str, split: str | None, known: tuple[str, ...] | None) -> Origin:
     if form == "parquet":
-        return open_parquet(source, split, request.image_column, request.label_column)
+        return open_parquet(source, split, request.image_column, request.label_column, known)
     if form == "webdataset":
-        return open_webdataset(source, split)
+        return open_webdataset(source, split, known)
     folder = split_folder(source, split) if split else source
-    return open_folder(folder) if form == "folder" else open_shards(folder)
+    origin = open_folder(folder) if form == "folder" else open_shards(folder)
+    if known is not None and (unknown := sorted(set(origin.class_names or ()) - set(known))):
+        raise DataError(f"{folder} has classes that the training set lacks: {', '.join(unknown)}")
+    return origin
 
 
 def _say(say: Callable[[str], None], split: str | None, text: str) -> None:

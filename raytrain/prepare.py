@@ -11,6 +11,7 @@ goes on where it was. Images stand upright in the end, as their EXIF orientation
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,22 +44,22 @@ def main(words: Sequence[str]) -> int:
     )
     args = parser.parse_args(words)
 
-    from raytrain.data.transcode import Settings
-    from raytrain.preparation import Request, prepare, report
-
-    settings = Settings(args.max_side, args.short_side, args.raw, args.quality)
-    request = Request(
-        args.source,
-        args.destination,
-        settings,
-        args.shard_gib,
-        args.workers,
-        args.form,
-        args.image_column,
-        args.label_column,
-        args.max_bad_fraction,
-    )
     try:
+        from raytrain.data.transcode import Settings
+        from raytrain.preparation import Request, prepare, report
+
+        settings = Settings(args.max_side, args.short_side, args.raw, args.quality)
+        request = Request(
+            args.source,
+            args.destination,
+            settings,
+            args.shard_gib,
+            args.workers,
+            args.form,
+            args.image_column,
+            args.label_column,
+            args.max_bad_fraction,
+        )
         made = prepare(request, lambda text: print(text, flush=True))
         print(report(made))
     except RaytrainError as error:
@@ -86,7 +87,7 @@ def _quality(text: str) -> int:
 
 def _size(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError("must be above 0")
     return value
 
@@ -99,4 +100,8 @@ def _fraction(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == 130:  # a part that is made on a thread would be waited for
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,7 +1,8 @@
 """The node's own folder of datasets made ready to be read: made once, by one process, used by all.
 
-CACHE/datasets/KEY/        a set of shards
-CACHE/datasets/KEY.lock    held by whoever makes it, and shared by whoever reads it; its time is that of the last use
+CACHE/datasets/KEY/          a set of shards
+CACHE/datasets/KEY.lock      shared by whoever reads it; its time is that of the last use
+CACHE/datasets/KEY.making    held by the one process that makes it
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from raytrain.data.convert import finish, plan, undone, write_part
@@ -23,6 +25,8 @@ GIB = 2**30
 SHARD_BYTES = GIB
 DOWNLOADS = 8
 """Shards under way at once."""
+CONVERSIONS = 2
+"""Parts under way at once; each holds some slices of a Parquet file."""
 FORMAT = 1
 """Part of each key: another one where what is made has changed."""
 
@@ -50,8 +54,7 @@ class Cache:
             destination = Storage(str(folder))
             parts = plan(origin, destination, Settings(check=False), SHARD_BYTES)
             left = undone(parts, destination)
-            threads = min(4, os.cpu_count() or 1)
-            with ThreadPoolExecutor(threads) as executor:
+            with ThreadPoolExecutor(CONVERSIONS) as executor:
                 list(executor.map(lambda part: write_part(part, 1), left))
             finish(origin, parts, destination)
 
@@ -85,24 +88,30 @@ class Cache:
         class_names: tuple[str, ...] | None,
     ) -> ArrowSource:
         folder = self._folder / key
+        in_use = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = _Lock(self._folder / f"{key}.lock")
-            lock.acquire(fcntl.LOCK_SH)
+            in_use = _Lock(self._folder / f"{key}.lock", fcntl.LOCK_SH)
             if not (folder / DATASET_FILE).exists():
-                lock.acquire(fcntl.LOCK_EX)  # waits for the one that makes it; then it may be there
-                if not (folder / DATASET_FILE).exists():
-                    self._make_room(key, where, size)
-                    self._note(f"bringing {where} ({size / GIB:.2f} GiB) into {self._folder}")
-                    folder.mkdir(exist_ok=True)
-                    make(folder)
-                lock.acquire(fcntl.LOCK_SH)
-            os.utime(lock.path)
-        except OSError as error:
-            raise DataError(
-                f"cannot write {folder}: {error}; set data.cache_path to a folder that can be written"
-            ) from error
-        return ArrowSource(folder, class_names, keep=lock)
+                making = _Lock(self._folder / f"{key}.making", fcntl.LOCK_EX)
+                try:
+                    if not (folder / DATASET_FILE).exists():  # another process may just have made it
+                        self._make_room(key, where, size)
+                        self._note(f"bringing {where} ({size / GIB:.2f} GiB) into {self._folder}")
+                        folder.mkdir(exist_ok=True)
+                        make(folder)
+                finally:
+                    making.release()
+            os.utime(in_use.path)
+            return ArrowSource(folder, class_names, keep=in_use)
+        except BaseException as error:
+            if in_use is not None:
+                in_use.release()  # whoever keeps the error must not keep the lock
+            if isinstance(error, OSError):
+                raise DataError(
+                    f"cannot write {folder}: {error}; set data.cache_path to a folder that can be written"
+                ) from error
+            raise
 
     def _make_room(self, key: str, where: str, size: int) -> None:
         """Removes what was used longest ago and is not in use, as far as needed."""
@@ -119,11 +128,15 @@ class Cache:
             free = shutil.disk_usage(self._folder).free
             return size + sum(others.values()) <= limit and size - own <= free
 
-        locks = [_Lock(self._folder / f"{name}.lock") for name in others]
-        for lock in sorted(locks, key=lambda lock: lock.path.stat().st_mtime):
-            if not fits() and lock.acquire(fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(self._folder / lock.path.stem)
-                del others[lock.path.stem]
+        paths = [self._folder / f"{name}.lock" for name in others]
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime if path.exists() else 0):
+            if fits():
+                return
+            with suppress(BlockingIOError):  # it is in use
+                lock = _Lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self._folder / path.stem)
+                lock.release()
+                del others[path.stem]
         if not fits():
             raise DataError(
                 f"{where} takes {size / GIB:.2f} GiB, and {self._folder} has no room for it: "
@@ -133,22 +146,28 @@ class Cache:
 
 
 class _Lock:
-    """A file that processes lock, for as long as the object lives."""
+    """A file that processes lock, until `release` or for as long as the object lives.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        BlockingIOError: another process holds it, and `how` says not to wait.
+    """
+
+    def __init__(self, path: Path, how: int) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
-    def acquire(self, how: int) -> bool:
-        """Takes the lock, of fcntl's kinds, in place of what was held; False where it was not to wait and would."""
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._descriptor, how)
-        except BlockingIOError:
-            return False
-        return True
+        except OSError:
+            self.release()
+            raise
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _size(folder: Path) -> int:

@@ -46,6 +46,8 @@ class Record:
 
     shards: list[Shard]
     images_by_label: dict[str, int]
+    first_by_label: dict[str, str]
+    """Name of the first sample with a label, for messages; only where there are no class names yet."""
     bad: list[dict[str, str]]
     bytes_in: int
     bytes_out: int
@@ -101,6 +103,7 @@ def write_part(part: Part, num_threads: int) -> Record:
     shards: list[Shard] = []
     bad: list[dict[str, str]] = []
     labels: Counter[str] = Counter()
+    first_by_label: dict[str, str] = {}
     bytes_in = bytes_out = 0
     writer: ShardWriter | None = None
     with TemporaryDirectory(prefix=_SCRATCH, dir=_scratch(part.destination)) as folder:
@@ -125,12 +128,14 @@ def write_part(part: Part, num_threads: int) -> Record:
                 row = (stored.image, sample.label, sample.name)
                 writer.add((*row, stored.height, stored.width) if pixels else row)
                 labels[str(sample.label)] += 1
+                if part.class_names is None:
+                    first_by_label.setdefault(str(sample.label), sample.name)
                 bytes_out += len(stored.image)
             if writer is not None:
                 close(writer)
         except OSError as error:
             raise DataError(f"cannot write shards of {part.destination}: {error}") from error
-    record = Record(shards, dict(sorted(labels.items())), bad, bytes_in, bytes_out)
+    record = Record(shards, dict(sorted(labels.items())), first_by_label, bad, bytes_in, bytes_out)
     part.destination.write(_record_name(part.number), json.dumps(asdict(record)).encode())
     return record
 
@@ -148,10 +153,11 @@ def finish(origin: Origin, parts: Sequence[Part], destination: Storage) -> Datas
     for record in records:
         labels.update({int(label): count for label, count in record.images_by_label.items()})
     names = origin.class_names or tuple(str(number) for number in range(max(labels, default=-1) + 1))
-    if origin.class_names is None and origin.leaves_none_out and (gaps := [n for n in names if not labels[int(n)]]):
+    if origin.class_names is None and origin.leaves_none_out and len(labels) < len(names):
+        sample = next(record.first_by_label[names[-1]] for record in records if names[-1] in record.first_by_label)
         raise DataError(
-            f"{origin.where}: no image has label {gaps[0]}, and the largest is {names[-1]}; labels are 0, 1, 2, ... "
-            "without a gap, unless class names are given"
+            f"{origin.where}: {sample}: label {names[-1]} is out of range: there are {len(labels)} different labels, "
+            f"so they are 0 to {len(labels) - 1}, unless class names are given"
         )
     dataset = Dataset(
         class_names=list(names),

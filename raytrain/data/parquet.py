@@ -6,9 +6,9 @@ Row groups are read in slices, whatever their size, so that no file is too large
 import json
 import posixpath
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
@@ -73,51 +73,68 @@ class ParquetPiece(NamedTuple):
 
 
 def open_parquet(
-    storage: Storage, split: str | None, image_column: str | None = None, label_column: str | None = None
+    storage: Storage,
+    split: str | None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    known: tuple[str, ...] | None = None,
 ) -> Origin:
     """The Parquet files of one set.
 
+    Args:
+        storage: the dataset.
+        split: "train" or "val"; None: all files.
+        image_column: None: found from the schema.
+        label_column: None: found from the schema.
+        known: the classes that labels may have; None: any.
+
     Raises:
-        DataError: no files, no such columns, or a wrong label.
+        DataError: no files, a file that is none, no such columns, files that do not agree, or a wrong label.
     """
     files = split_files(storage, split, (".parquet",))
-    with _open(storage, files[0].name) as file:
-        schema = file.schema_arrow
-    columns = _find_columns(schema, image_column, label_column, storage.where(files[0].name))
+    described: list[_File] = []
     groups: list[tuple[str, int, int, int]] = []
-    labels: list[pa.ChunkedArray] = []
     for stored in files:
         with _open(storage, stored.name) as file:
-            if missing := {columns.image, columns.label} - set(file.schema_arrow.names):
-                raise DataError(f"{storage.where(stored.name)} has no column {', '.join(sorted(missing))}")
-            labels.append(file.read([columns.label], use_threads=False)[columns.label])
+            where = storage.where(stored.name)
+            columns = _find_columns(file.schema_arrow, image_column, label_column, where)
+            labels = file.read([columns.label], use_threads=False)[columns.label]
+            described.append(_File(where, columns, _hugging_face_names(file.schema_arrow, columns.label), labels))
             first = 0
             for group in range(file.metadata.num_row_groups):
                 about = file.metadata.row_group(group)
                 size = sum(about.column(number).total_compressed_size for number in range(about.num_columns))
                 groups.append((stored.name, group, first, size))
                 first += about.num_rows
-    if not any(len(column) for column in labels):
+    if not any(len(file.labels) for file in described):
         raise DataError(f"{describe(storage, split)} has no rows")
-    names = _class_names(schema, columns, [storage.where(file.name) for file in files], labels, split)
-    pieces = [ParquetPiece(storage, file, number, first, size, columns, names) for file, number, first, size in groups]
-    return Origin(describe(storage, split), names, pieces, fingerprint("parquet", storage, files, columns))
+    names = _class_names(described, known, leaves_none_out=split != "val")
+    columns_of = {stored.name: file.columns for stored, file in zip(files, described, strict=True)}
+    pieces = [
+        ParquetPiece(storage, name, group, first, size, columns_of[name], names) for name, group, first, size in groups
+    ]
+    made_of = fingerprint("parquet", storage, files, *columns_of.values())
+    return Origin(describe(storage, split), names, pieces, made_of)
 
 
-class _open:  # noqa: N801 - used as a function
+class _File(NamedTuple):
+    """What is known of a file before its images are read."""
+
+    where: str
+    columns: Columns
+    names: tuple[str, ...] | None
+    """Of the classes, where the file has them."""
+    labels: pa.ChunkedArray
+
+
+@contextmanager
+def _open(storage: Storage, name: str) -> Iterator[parquet.ParquetFile]:
     """Opens a file for reading in slices: without pre-buffering, which would hold a whole row group."""
-
-    def __init__(self, storage: Storage, name: str) -> None:
-        self._where = storage.where(name)
-        self._source = storage.open(name)
-
-    def __enter__(self) -> parquet.ParquetFile:
-        return parquet.ParquetFile(self._source, pre_buffer=False, buffer_size=READ_BYTES)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._source.close()
-        if isinstance(error, (OSError, pa.ArrowException)):
-            raise DataError(f"cannot read {self._where}: {error}") from error
+    try:
+        with storage.open(name) as source:
+            yield parquet.ParquetFile(source, pre_buffer=False, buffer_size=READ_BYTES)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"cannot read {storage.where(name)} as Parquet: {error}") from error
 
 
 def _find_columns(schema: pa.Schema, image: str | None, label: str | None, where: str) -> Columns:
@@ -162,38 +179,45 @@ def _is_label(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _class_names(
-    schema: pa.Schema, columns: Columns, files: list[str], labels: list[pa.ChunkedArray], split: str | None
-) -> tuple[str, ...]:
+def _class_names(files: list[_File], known: tuple[str, ...] | None, *, leaves_none_out: bool) -> tuple[str, ...]:
     """Checks every label, and tells what the classes are called.
 
     Raises:
-        DataError: a label is null, negative or out of range; names file and row.
+        DataError: a label is null or none of the classes, or files differ; names file and row.
     """
-    for where, column in zip(files, labels, strict=True):
-        if column.null_count:
-            row = pc.index(column.is_null(), True).as_py()
-            raise DataError(f"{where} row {row}: the label is null; give it one or remove the row")
-    kind = schema.field(columns.label).type
-    if not pa.types.is_integer(kind):
-        return tuple(sorted({name for column in labels for name in column.unique().to_pylist()}))
-    names = _hugging_face_names(schema, columns.label)
-    present = np.unique(np.concatenate([column.unique().to_numpy() for column in labels]).astype(np.int64))
-    if names is not None:
-        count = len(names)
-    elif split == "val":
-        count = int(present[-1]) + 1
-    else:  # the classes are the numbers that occur, which leave none out
-        count = len(present)
-    wrong = present[(present < 0) | (present >= count)]
-    for where, column in zip(files, labels, strict=True):
-        rows = np.flatnonzero(np.isin(column.to_numpy(), wrong)).tolist()
-        if rows:
+    first = files[0]
+    is_number = pa.types.is_integer(first.labels.type)
+    for file in files:
+        if pa.types.is_integer(file.labels.type) != is_number or file.names != first.names:
             raise DataError(
-                f"{where} row {rows[0]}: label {column[rows[0]].as_py()} is out of range: there are {count} "
-                f"classes, numbered 0 to {count - 1}" + ("" if names else ", as many as there are different labels")
+                f"{file.where} has other labels than {first.where}: {file.labels.type} named {file.names}, and "
+                f"{first.labels.type} named {first.names}"
             )
-    return names or tuple(str(number) for number in range(count))
+        if file.labels.null_count:
+            row = pc.index(file.labels.is_null(), True).as_py()
+            raise DataError(f"{file.where} row {row}: the label is null; give it one or remove the row")
+    present = sorted({label for file in files for label in file.labels.unique().to_pylist()})
+    if not is_number:
+        _check_labels(files, set(present) - set(known or present), f"classes: {known}")
+        return tuple(present)
+    if first.names is not None:
+        names = first.names
+    elif known is not None:
+        names = known
+    elif leaves_none_out:  # the classes are the numbers that occur
+        names = tuple(str(number) for number in range(len(present)))
+    else:
+        names = tuple(str(number) for number in range(present[-1] + 1))
+    wrong = {label for label in present if not 0 <= label < len(names) or (known and names[label] not in known)}
+    _check_labels(files, wrong, f"{len(names)} classes, numbered 0 to {len(names) - 1}")
+    return names
+
+
+def _check_labels(files: list[_File], wrong: set[Any], classes: str) -> None:
+    for file in files if wrong else ():
+        for row, label in enumerate(file.labels.to_pylist()):
+            if label in wrong:
+                raise DataError(f"{file.where} row {row}: label {label!r} is out of range: there are {classes}")
 
 
 def _hugging_face_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:

@@ -74,11 +74,7 @@ def open_sources(data: config.Data, note: Callable[[str], None] = lambda _: None
         )
     storage = Storage(data.path)
     train = _open(storage, "train", data, cache, None)
-    val = _open(storage, "val", data, cache, train.class_names)
-    for split, source in (("training", train), ("validation", val)):
-        if len(source.labels) == 0:
-            raise DataError(f"{data.path} has no image in its {split} set")
-    return Sources(train, val)
+    return Sources(train, _open(storage, "val", data, cache, train.class_names))
 
 
 def is_read_in_place(data: config.Data) -> bool:
@@ -88,10 +84,21 @@ def is_read_in_place(data: config.Data) -> bool:
 
 
 def _open(storage: Storage, split: str, data: config.Data, cache: Cache, class_names: tuple[str, ...] | None) -> Source:
+    source = _open_form(storage, split, data, cache, class_names)
+    if len(source.labels) == 0:
+        raise DataError(f"{data.path} has no image in its {split} set")
+    return source
+
+
+def _open_form(
+    storage: Storage, split: str, data: config.Data, cache: Cache, class_names: tuple[str, ...] | None
+) -> Source:
     if data.source == "parquet":
-        return cache.converted(open_parquet(storage, split, data.image_column, data.label_column), class_names)
+        return cache.converted(
+            open_parquet(storage, split, data.image_column, data.label_column, class_names), class_names
+        )
     if data.source == "webdataset":
-        return cache.converted(open_webdataset(storage, split), class_names)
+        return cache.converted(open_webdataset(storage, split, class_names), class_names)
     folder = split_folder(storage, split)
     if data.source == "folder":
         if storage.is_remote:

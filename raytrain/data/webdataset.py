@@ -81,14 +81,19 @@ class TarPiece(NamedTuple):
         yield Sample(parts[images[0]], label, f"{self.file} {key.lstrip('/')}")
 
 
-def open_webdataset(storage: Storage, split: str | None) -> Origin:
+def open_webdataset(storage: Storage, split: str | None, known: tuple[str, ...] | None = None) -> Origin:
     """The tar files of one set. Labels are checked as they are read.
+
+    Args:
+        storage: the dataset.
+        split: "train" or "val"; None: all files.
+        known: the classes, where the dataset does not name them; None: any.
 
     Raises:
         DataError: no files.
     """
     files = split_files(storage, split, (".tar", ".tar.gz", ".tgz"))
-    names = None
+    names = known
     if storage.exists(CLASS_NAMES_FILE):
         names = tuple(storage.read(CLASS_NAMES_FILE).decode("utf-8").split("\n"))
         names = tuple(name.strip() for name in names if name.strip())

@@ -33,6 +33,7 @@ from tests.datasets import (
     stored,
     write_folder,
     write_forms,
+    write_parquet,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +258,7 @@ def test_a_dataset_is_not_prepared_into_itself(tmp_path, capsys):
 
 def test_words_out_of_range_are_refused(tmp_path):
     write_folder(tmp_path / "src", photo_samples(1))
-    for words in (("--quality", "0"), ("--max-side", "0"), ("--raw", "8", "--max-side", "8"), ("--shard-gib", "nan")):
+    for words in (("--quality", "0"), ("--max-side", "0"), ("--raw", "8", "--max-side", "8"), ("--shard-gib", "inf")):
         with pytest.raises(SystemExit) as ended:
             prepare(tmp_path / "src", tmp_path / "dst", *words)
         assert ended.value.code == 2
@@ -447,6 +448,46 @@ def test_every_form_prepares_to_the_same_images(tmp_path):
     assert all(found == held["folder"] for found in held.values())
 
 
+def test_a_validation_set_that_lacks_a_class_keeps_the_training_sets_numbers(tmp_path):
+    """A01."""
+    write_folder(tmp_path / "folder/train", [Sample(name, "0.png", numbered(0)) for name in "abc"])
+    write_folder(tmp_path / "folder/val", [Sample(name, "0.png", numbered(0)) for name in "ac"])
+    for split, labels in (("train", [0, 1, 2]), ("val", [0, 2])):
+        write_parquet(tmp_path / f"parquet/{split}-0.parquet", [numbered(0)] * len(labels), labels)
+        text = [("a", "b", "c")[label] for label in labels]
+        write_parquet(tmp_path / f"text/{split}-0.parquet", [numbered(0)] * len(labels), text)
+    for form in ("folder", "parquet", "text"):
+        assert prepare(tmp_path / form, tmp_path / "dst" / form) == 0
+        sources = open_dataset("arrow", tmp_path / "dst" / form, tmp_path / "cache")
+        for source in sources:
+            assert source.class_names == (("0", "1", "2") if form == "parquet" else ("a", "b", "c"))
+        assert [source.labels.tolist() for source in sources] == [[0, 1, 2], [0, 2]]
+
+
+def test_a_class_that_only_the_validation_set_has_is_refused(tmp_path, capsys):
+    """A01."""
+    write_folder(tmp_path / "src/train", photo_samples(1))
+    write_folder(tmp_path / "src/val", photo_samples(1, classes=("cat", "eel")))
+    assert "eel" in refused(capsys, tmp_path / "src", tmp_path / "dst")
+
+
+def test_stored_pixels_are_not_prepared_again(tmp_path, capsys):
+    write_folder(tmp_path / "src/train", photo_samples(2))
+    write_folder(tmp_path / "src/val", photo_samples(1))
+    assert prepare(tmp_path / "src", tmp_path / "raw", "--raw", 60) == 0
+    assert "raw/train holds pixels" in refused(capsys, tmp_path / "raw", tmp_path / "dst", "--raw", 30)
+
+
+def test_names_of_any_kind_are_kept(tmp_path):
+    samples = [Sample("ünï cödé, 'quoted\"", name, numbered(i)) for i, name in enumerate((" x.png", "new\nline.png"))]
+    write_folder(tmp_path / "src/train", samples)
+    write_folder(tmp_path / "src/val", samples)
+    assert prepare(tmp_path / "src", tmp_path / "dst") == 0
+    source = open_dataset("arrow", tmp_path / "dst", tmp_path / "cache").train
+    assert source.class_names == (samples[0].label,)
+    assert [bytes(source.read(i)) for i in range(2)] == [numbered(0), numbered(1)]
+
+
 # shards, workers, interruptions
 
 
@@ -527,15 +568,18 @@ def test_killed_after_random_times_and_run_again_gives_the_same_bytes(heavy, tmp
         assert stored(dst) == whole
 
 
-def test_ctrl_c_ends_it_in_one_line_and_it_goes_on(heavy, tmp_path):
+@pytest.mark.parametrize("moment", ["workers start", "shards come"])
+def test_ctrl_c_ends_it_in_one_line_and_it_goes_on(heavy, tmp_path, moment):
     words, whole = heavy
     dst = tmp_path / "dst"
     with started(words[0], dst, *words[1:], "--workers", "2") as process:
         end = time.monotonic() + 60
-        while not list(dst.rglob("*.arrow")):
+        children = []
+        while len(children) < 3 if moment == "workers start" else not list(dst.rglob("*.arrow")):  # one is a tracker
             assert time.monotonic() < end
             assert process.poll() is None
-        children = psutil.Process(process.pid).children(recursive=True)
+            children = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.5 if moment == "workers start" else 0)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert process.returncode == 130, out + err

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def _no_hang():
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
+    signal.alarm(40)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -498,6 +498,70 @@ def test_a_string_label_that_is_null_or_unknown_is_named_with_file_and_row(tmp_p
         open_dataset("parquet", parquet_dataset(tmp_path / "c", ["a", "b"], val=("a", "c")), tmp_path / "cache")
 
 
+def test_integers_in_a_dictionary_are_labels_like_others(tmp_path):
+    """As pandas writes a categorical column."""
+    labels = pa.array([2, 0, 1, 2]).dictionary_encode()
+    train, val = open_dataset("parquet", parquet_dataset(tmp_path, labels), tmp_path / "cache")
+    assert train.class_names == val.class_names == ("0", "1", "2")
+    assert (train.labels.tolist(), val.labels.tolist()) == ([2, 0, 1, 2], [0])
+
+
+def test_ten_classes_and_more_keep_the_order_of_their_numbers(tmp_path):
+    dataset = parquet_dataset(tmp_path, list(range(12)), val=(11, 2))
+    train, val = open_dataset("parquet", dataset, tmp_path / "cache")
+    assert train.class_names == tuple(str(number) for number in range(12))
+    assert (train.labels.tolist(), val.labels.tolist()) == (list(range(12)), [11, 2])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("source", ["parquet", "webdataset"])
+def test_a_set_without_rows_is_refused_and_a_file_without_rows_is_passed_over(tmp_path, source, split):
+    def write(name, count):
+        if source == "parquet":
+            images = [numbered(i) for i in range(count)]
+            write_parquet(tmp_path / f"{name}.parquet", images, pa.array([0] * count, pa.int64()))
+        else:
+            sample_tar(tmp_path / f"{name}.tar", [Sample("a", "x.png", numbered(i)) for i in range(count)], ["a"])
+
+    write("train-0", 2)
+    write("val-0", 2)
+    write(f"{split}-0", 0)
+    with pytest.raises(DataError, match=split):
+        open_dataset(source, tmp_path, tmp_path / "cache")
+    write(f"{split}-1", 3)
+    sources = open_dataset(source, tmp_path, tmp_path / "cache")
+    assert len(getattr(sources, split).labels) == 3
+
+
+def test_names_in_another_order_in_the_validation_set_do_not_shift_labels(tmp_path):
+    """B39."""
+    write_parquet(tmp_path / "train/0.parquet", [numbered(0), numbered(1)], [0, 1], ("x", "y"))
+    write_parquet(tmp_path / "val/0.parquet", [numbered(0), numbered(1)], [0, 1], ("y", "x"))
+    train, val = open_dataset("parquet", tmp_path, tmp_path / "cache")
+    assert train.class_names == val.class_names == ("x", "y")
+    assert val.labels.tolist() == [1, 0]
+
+
+def test_files_of_one_set_that_name_classes_otherwise_are_refused(tmp_path):
+    """B39."""
+    write_parquet(tmp_path / "train/0.parquet", [numbered(0), numbered(1)], [0, 1], ("x", "y"))
+    write_parquet(tmp_path / "train/1.parquet", [numbered(0), numbered(1)], [0, 1], ("y", "x"))
+    write_parquet(tmp_path / "val/0.parquet", [numbered(0)], [0], ("x", "y"))
+    with pytest.raises(DataError, match=r"train/1\.parquet"):
+        open_dataset("parquet", tmp_path, tmp_path / "cache")
+
+
+def test_sets_prepared_one_by_one_have_the_labels_of_the_training_set(tmp_path):
+    """A01: the validation set lacks a class, and was numbered without it."""
+    write_folder(tmp_path / "src/train", [Sample(name, "0.png", numbered(0)) for name in "abc"])
+    write_folder(tmp_path / "src/val", [Sample(name, "0.png", numbered(0)) for name in "ac"])
+    for split in ("train", "val"):
+        assert prepare([str(tmp_path / "src" / split), str(tmp_path / "dst" / split), "--workers", "1"]) == 0
+    train, val = open_dataset("arrow", tmp_path / "dst", tmp_path / "cache")
+    assert train.class_names == val.class_names == ("a", "b", "c")
+    assert val.labels.tolist() == [0, 2]
+
+
 def tar_dataset(root, labels, classnames=None, val=(0,)):
     for split, given in (("train", labels), ("val", val)):
         members = {}
@@ -562,7 +626,43 @@ def test_tar_members_form_samples_by_key_in_any_order(tmp_path):
     assert [bytes(source.read(i)) for i in range(3)] == [numbered(1), numbered(2), numbered(3)]
 
 
+def test_tar_members_of_a_sample_that_lie_apart_are_joined_or_refused(tmp_path):
+    """As `tar cf x.tar *.png *.cls` writes them."""
+    members = {f"{i}.png": numbered(i) for i in range(3)} | {f"{i}.cls": str(i).encode() for i in (2, 0, 1)}
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}.tar", members)
+    try:
+        source = open_dataset("webdataset", tmp_path, tmp_path / "cache").train
+    except DataError as error:
+        assert "train.tar" in str(error)  # noqa: PT017
+    else:
+        found = {bytes(source.read(i)): label for i, label in enumerate(source.labels.tolist())}
+        assert found == {numbered(i): i for i in range(3)}
+
+
+def test_a_tar_sample_without_an_image_is_refused_by_name(tmp_path):
+    write_tar(tmp_path / "train.tar", {"0.png": numbered(0), "0.cls": b"0", "1.cls": b"1", "2.png": numbered(2)})
+    write_tar(tmp_path / "val.tar", {"0.png": numbered(0), "0.cls": b"0"})
+    with pytest.raises(DataError, match=r"train\.tar.*\b[12]\b"):
+        open_dataset("webdataset", tmp_path, tmp_path / "cache")
+
+
 # B41
+
+
+def test_files_may_hold_images_in_both_ways(tmp_path):
+    """B41."""
+    write_parquet(tmp_path / "train/0.parquet", [numbered(0), numbered(1)], pa.array([0, 1], pa.int32()))
+    write_parquet(tmp_path / "train/1.parquet", [numbered(2), None], [0, 1], struct_paths=[None, "x.png"])
+    (tmp_path / "train/x.png").write_bytes(numbered(3))
+    write_parquet(tmp_path / "val/0.parquet", [numbered(4)], [0], struct_paths=["x.png"])
+    try:
+        train, val = open_dataset("parquet", tmp_path, tmp_path / "cache")
+    except DataError as error:
+        assert "train/1.parquet" in str(error)  # noqa: PT017
+    else:
+        assert [bytes(train.read(i)) for i in range(4)] == [numbered(i) for i in range(4)]
+        assert bytes(val.read(0)) == numbered(4)
 
 
 def test_struct_rows_are_the_pixels_of_a_plain_column(tmp_path):
@@ -848,6 +948,25 @@ def test_processes_that_open_at_once_convert_once_and_read_the_same(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")} == before
 
 
+def _open_and_meet(runtime, paths, cache):
+    """What ranks do: each opens the data at once with the others, and keeps it open."""
+    held = []
+    for path in paths:
+        runtime.barrier()
+        held.append(open_dataset("parquet", path, cache))
+    runtime.barrier()
+    return [held_by(source) for sources in held for source in sources]
+
+
+def test_ranks_of_one_node_that_open_at_once_do_not_wait_for_one_another_for_ever(tmp_path):
+    paths = [tmp_path / str(number) for number in range(12)]
+    for number, path in enumerate(paths):
+        parquet_dataset(path, [0] * (number + 2))
+    first, second = run_ranks(2, _open_and_meet, paths, tmp_path / "cache", timeout_seconds=20)
+    assert first == second
+    assert len(datasets_in(tmp_path / "cache")) == 24
+
+
 @pytest.mark.parametrize("source", ["parquet", "webdataset"])
 def test_a_file_that_changed_or_came_is_noticed(tmp_path, source):
     def write(number, colours):
@@ -929,6 +1048,17 @@ def test_the_dataset_used_longest_ago_makes_room_and_one_in_use_stays(tmp_path):
     gc.collect()
     assert len(open_dataset("parquet", second, cache, cache_gib=room).train.labels) == 10
     assert sum(path.stat().st_size for path in cache.rglob("*.arrow")) < room * 2**30
+
+
+def test_a_pickled_copy_of_a_source_outlives_its_place_in_the_cache(tmp_path):
+    first, second = (megabyte_dataset(tmp_path / str(i), i) for i in range(2))
+    source = open_dataset("parquet", first, tmp_path / "cache").train
+    expected, copy = held_by(source), pickle.loads(pickle.dumps(source))
+    del source
+    gc.collect()
+    with suppress(DataError):
+        open_dataset("parquet", second, tmp_path / "cache", cache_gib=0.0013)
+    assert held_by(copy) == expected
 
 
 def test_a_dataset_whose_making_failed_can_be_made_while_the_error_is_kept(tmp_path):
