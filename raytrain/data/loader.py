@@ -196,6 +196,7 @@ def _start_threads(count: int) -> ThreadPoolExecutor:
     before, all_there = torch.get_num_threads(), threading.Barrier(count)
 
     def start() -> None:
+        torch.get_num_threads()  # the first call in a thread takes over the number that others have
         torch.set_num_threads(1)
         all_there.wait()
 

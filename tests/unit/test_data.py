@@ -321,13 +321,22 @@ def test_loader_threads_end_with_their_iterator():
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-def test_loader_threads_leave_every_other_thread_its_own_number_of_compute_threads():
+def test_loader_threads_compute_on_one_thread_each_and_leave_the_others_theirs():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    in_loader = []
+
+    class Watching(Numbered):
+        def read(self, index):
+            in_loader.append(torch.get_num_threads())
+            return super().read(index)
+
     try:
         plan = make_plan(Train(global_batch_size=4, micro_batch_size=2, epochs=9), 40)
-        batches = train_batches(Numbered(40), Data(image_size=8), plan, 0, 0, 1, 0, 3, CPU)
-        next(batches)
+        batches = train_batches(Watching(40), Data(image_size=8), plan, 0, 0, 1, 0, 3, CPU)
+        for _ in range(12):  # the others have begun before, and then their number was set
+            next(batches)
+        assert set(in_loader) == {1}
         seen = [torch.get_num_threads()]
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()
