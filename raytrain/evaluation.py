@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from raytrain.data.loader import Batch
 from raytrain.distributed import Runtime
+from raytrain.errors import DataError
 
 TOP5_FROM_CLASSES = 6
 """With fewer classes top-5 says nothing."""
@@ -20,6 +21,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runti
 
     Each rank brings its own batches, any number of them; the only collectives are at the end. The result does not
     depend on who computed which batch.
+
+    Raises:
+        DataError: there is not one image that could be decoded.
 
     Returns:
         val/top1, val/top5 as fractions, val/loss as the mean over images, val/samples.
@@ -37,6 +41,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], num_classes: int, runti
     model.train(was_training)
     own_losses = torch.stack(losses).tolist() if losses else []
     samples, top1, top5 = runtime.sum(counts).tolist()
+    if samples == 0:
+        raise DataError("not one image of the validation set could be decoded")
     loss = math.fsum(itertools.chain.from_iterable(runtime.gather(own_losses)))  # rounded once, so in any order
     metrics = {"val/top1": top1 / samples, "val/top5": top5 / samples, "val/loss": loss / samples}
     if num_classes < TOP5_FROM_CLASSES:

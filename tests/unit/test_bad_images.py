@@ -169,6 +169,13 @@ def test_a_validation_batch_without_any_good_image_counts_nothing():
     assert evaluate(model, batches, 3, Runtime())["val/samples"] == 3
 
 
+def test_a_validation_set_without_any_good_image_is_refused():
+    batches = eval_batches(Some(3, bad=(0, 1, 2)), make_config().data, 3, 0, 1, 1, CPU, BadImages(3, 1))
+    model = TrainState(make_config(), 3, Runtime(), "fp32").model
+    with pytest.raises(DataError, match="not one image of the validation set"):
+        evaluate(model, batches, 3, Runtime())
+
+
 def run(runtime, config, folder, stop_after=None):
     sources = Sources(Some(26, bad=(1, 8, 9, 20)), Some(7, bad=(2,)))
     asked = []
