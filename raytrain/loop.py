@@ -15,10 +15,11 @@ from raytrain.comm import Totals
 from raytrain.commandline import dump
 from raytrain.config import Config
 from raytrain.data.bad import BadImages
+from raytrain.data.identity import agree_on_data, check_same_data
 from raytrain.data.loader import StepBatches, eval_batches, train_batches
 from raytrain.data.source import Sources
 from raytrain.distributed import Runtime, resolve_precision
-from raytrain.errors import ConfigError, DataError, NonFiniteError, StoppedError
+from raytrain.errors import ConfigError, NonFiniteError, StoppedError
 from raytrain.evaluation import evaluate
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
@@ -47,15 +48,15 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         NonFiniteError: a loss is not finite, on all ranks; or a weight before it is saved, on rank 0.
         StoppedError: a rank was asked to stop; on all ranks, after a checkpoint.
     """
+    identity = agree_on_data(sources, runtime)
     plan = make_plan(config.train, len(sources.train.labels))
     learning_rate = make_schedule(config, plan)
     precision = _agree_on_precision(config, runtime)
-    num_classes = len(sources.train.class_names)
-    num_threads = config.data.num_threads or torch.get_num_threads()
+    num_classes, num_threads = len(sources.train.class_names), config.data.num_threads or torch.get_num_threads()
 
     state = TrainState(config, num_classes, runtime, precision)
     if (path := _agree_on_checkpoint(folder, runtime, recorder)) is not None:
-        _check_same_data(path, sources)
+        check_same_data(path, checkpoint.load_state(path), identity)
         state.load(path)
         recorder.note(f"resuming after step {state.progress.step} from {path}")
     recorder.start(state.progress.step)
@@ -121,8 +122,7 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
                 "epoch": epoch,
                 "images_seen": plan.images_seen(progress.step),
                 "precision": precision,
-                "class_names": list(sources.train.class_names),
-                "num_images": plan.num_images,
+                **identity,
                 "config": dump(config),
             }
             state.save(folder, description)
@@ -276,18 +276,6 @@ def _agree_on_precision(config: Config, runtime: Runtime) -> str:
     if len(set(precisions)) > 1:
         raise ConfigError(f"train.precision auto comes to {', '.join(precisions)} on ranks 0, 1, ...; set one of them")
     return precisions[0]
-
-
-def _check_same_data(path: Path, sources: Sources) -> None:
-    """Labels and the order of samples mean something else in other data."""
-    saved = checkpoint.load_state(path)
-    now = {"class_names": list(sources.train.class_names), "num_images": len(sources.train.labels)}
-    for key, value in now.items():
-        if saved[key] != value:
-            raise DataError(
-                f"the training set is not what checkpoint {path} was trained on: {key} was {saved[key]}, is {value}; "
-                "give the data of that time, or start a new run"
-            )
 
 
 def _report_bad(bad_images: Mapping[str, BadImages], runtime: Runtime, recorder: Recorder) -> dict[str, float]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection
@@ -28,7 +29,7 @@ from raytrain.data.storage import Storage
 from raytrain.data.transcode import Settings
 from raytrain.data.webdataset import open_webdataset
 from raytrain.distributed import available_cores
-from raytrain.errors import DataError
+from raytrain.errors import DataError, WorkerError
 
 GIB = 2**30
 PROGRESS_SECONDS = 5.0
@@ -115,7 +116,9 @@ def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str]
 def _check_bad(records: Sequence[Record], where: str, max_fraction: float) -> None:
     bad = [image["reason"] for record in records for image in record.bad]
     images = len(bad) + sum(sum(record.images_by_label.values()) for record in records)
-    if len(bad) > max_fraction * images:
+    if images == len(bad) and not bad:
+        raise DataError(f"{where} has no images")
+    if len(bad) > max_fraction * images or len(bad) == images:
         raise DataError(
             f"{len(bad)} of {images:,} images of {where} are bad, more than --max-bad-fraction {max_fraction:g}; "
             "repair them, or allow more (what is done is kept):\n  " + "\n  ".join(bad[:20])
@@ -143,6 +146,10 @@ def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Recor
         while running:
             done, running = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
             yield from [future.result() for future in done] or [None]
+    except BrokenProcessPool as error:
+        raise WorkerError(
+            "a worker process died: it was killed, or the machine had no memory left; run it again"
+        ) from error
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - set(before):
@@ -209,6 +216,11 @@ def _claimed(folder: Storage) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(f"another process is preparing {folder}") from None
+        if (
+            not (folder.path / ".lock").exists()
+            or (folder.path / ".lock").stat().st_ino != os.fstat(lock.fileno()).st_ino
+        ):
+            raise DataError(f"another process has just prepared {folder}; try again")
         try:
             yield
         finally:
@@ -219,7 +231,8 @@ def _find_form(source: Storage) -> str:
     """The form of a dataset, from the files in its uppermost folders."""
     if not source.is_folder():
         raise DataError(f"there is no folder {source}")
-    folders = [source, source / "data", *(split_folder(source, split) for split in SPLITS)]
+    folders = [folder for split in SPLITS if (folder := split_folder(source, split)).is_folder()]
+    folders = folders or [source, source / "data"]  # what lies beside train/ and val/ is not read
     names = [file.name for folder in folders if folder.is_folder() for file in folder.list(recursive=False)]
     for form, suffixes in (
         ("arrow", (DATASET_FILE,)),

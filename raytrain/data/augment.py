@@ -33,6 +33,11 @@ def eval_transform(pixels: torch.Tensor, data: config.Data) -> torch.Tensor:
         uint8 [image_size, image_size, 3].
     """
     height, width, _ = pixels.shape
+    most = 32 * min(height, width)  # of a thin image the whole would be resized to no end
+    if max(height, width) > most:
+        top, left = max(0, height - most) // 2, max(0, width - most) // 2
+        pixels = pixels[top : height - top, left : width - left]
+        height, width, _ = pixels.shape
     short = data.eval_resize or data.image_size
     resized = (int(short * height / width), short) if width < height else (short, int(short * width / height))
     image = _resize(pixels, (0, 0, height, width), resized)

@@ -171,4 +171,8 @@ class _Lock:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # its maker has just moved it
+            size += path.stat().st_size
+    return size

@@ -73,7 +73,7 @@ def decode(encoded: Encoded, name: Callable[[], str]) -> np.ndarray:
 def _decode_jpeg(encoded: Encoded, orientation: int, name: Callable[[], str]) -> torch.Tensor:
     try:
         return torch.from_numpy(turn_upright(simplejpeg.decode_jpeg(encoded, "RGB"), orientation))
-    except ValueError:  # of an odd but readable file, too: Pillow will tell
+    except (ValueError, KeyError):  # of an odd but readable file, too: Pillow will tell
         return _decode_other(encoded, name)
 
 
@@ -83,6 +83,8 @@ def _decode_other(encoded: Encoded, name: Callable[[], str]) -> torch.Tensor:
     except UnidentifiedImageError:
         reason = "its content is of no known format" if len(encoded) else "it is empty"
         raise DataError(f"cannot decode image {name()}: {reason}; repair or remove it") from None
+    except MemoryError:  # says nothing of the image
+        raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and its own
         raise DataError(f"cannot decode image {name()}: {error}; repair or remove it") from error
 
@@ -90,9 +92,14 @@ def _decode_other(encoded: Encoded, name: Callable[[], str]) -> torch.Tensor:
 def _decode_by_pillow(encoded: Encoded) -> np.ndarray:
     image = Image.open(io.BytesIO(encoded))
     image.load()
-    orientation = _orientation(image.getexif)
+    orientation = _jpeg_orientation(encoded) if encoded[:3] == _JPEG else _orientation(image.getexif)
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, whose range nothing tells")
     if image.mode.startswith("I"):  # Pillow would keep the values up to 255 and cut the rest off
-        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() >= 2**16:
+            raise ValueError("its pixels have more than 16 bits, whose range nothing tells")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")
     return turn_upright(np.array(image.convert("RGB")), orientation)
@@ -124,7 +131,7 @@ def _jpeg_header(encoded: Encoded) -> tuple[int, int, str]:
     """Height, width and colorspace as they are stored; no colorspace where it is no JPEG that simplejpeg takes."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
-    except ValueError:
+    except (ValueError, KeyError):  # KeyError: of a subsampling that it does not know
         return 0, 0, ""
     return int(height), int(width), colorspace  # type: ignore[arg-type]
 
@@ -142,6 +149,9 @@ def _segments(encoded: Encoded) -> Iterator[tuple[int, Encoded]]:
     """The segments of a JPEG up to its frame header, each with its marker's second byte."""
     position = 2
     while position + 4 <= len(encoded) and encoded[position] == 0xFF:
+        if encoded[position + 1] == 0xFF:  # a fill byte
+            position += 1
+            continue
         marker, size = encoded[position + 1], encoded[position + 2] << 8 | encoded[position + 3]
         yield marker, encoded[position + 4 : position + 2 + size]
         if marker == 0xDA or (0xC0 <= marker <= 0xCF and marker != 0xC4):

@@ -46,7 +46,8 @@ def fill(source: Source, job: Job, images: torch.Tensor, rows: range, *, skip: b
         skip: leave what cannot be decoded black, and tell.
 
     Raises:
-        DataError: an image cannot be decoded, and is not to be skipped.
+        DataError: an image cannot be read, which is the machine's trouble and not the image's, or cannot be decoded
+            and is not to be skipped.
     """
     samples = job.samples[rows.start : rows.stop].tolist()
     data, streams = job.data, Streams(job.seed, job.epoch) if job.seed is not None else None
@@ -54,8 +55,9 @@ def fill(source: Source, job: Job, images: torch.Tensor, rows: range, *, skip: b
     opened: list[tuple[int, Picture, Changes | None]] = []
     mixes: list[Mix | None] = [None] * len(samples)
     for number, sample in enumerate(samples):
+        read = source.read(sample)
         try:
-            picture = open_picture(source.read(sample), partial(source.name, sample))
+            picture = open_picture(read, partial(source.name, sample))
         except DataError as error:
             bad[rows[number]] = error
             continue

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrain.data.origin import IMAGE_SUFFIXES, Origin, Sample, fingerprint, renumbered
-from raytrain.data.storage import Storage
+from raytrain.data.storage import Storage, StoredFile
 from raytrain.errors import DataError
 
 PIECE_BYTES = 2**24
@@ -91,14 +91,15 @@ def open_folder(storage: Storage) -> Origin:
     Raises:
         DataError: no class folders, or one without images.
     """
-    everything = storage.list()
-    files = [file for file in everything if _is_image(file.name) and "/" in file.name]
-    class_names = tuple(sorted({file.name.split("/", 1)[0] for file in files}))
-    if not storage.is_remote:  # object stores have no empty folders
-        folders = [entry.name for entry in _scan(storage.path) if entry.is_dir()]
-        _check_classes(str(storage), folders, set(class_names))
-    elif not class_names:
-        raise DataError(f"{storage} has no images; they lie in {storage}/CLASS/")
+    if storage.is_remote:
+        files = [file for file in storage.list() if _is_image(file.name) and "/" in file.name]
+        class_names = tuple(sorted({file.name.split("/", 1)[0] for file in files}))
+        _check_classes(str(storage), list(class_names), set(class_names))
+    else:
+        listing = _list_folder(storage.path, {})
+        class_names = listing.class_names
+        about = [(name, os.stat(storage.path / name)) for name in listing.files.to_pylist()]  # noqa: PTH116
+        files = [StoredFile(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
     index = {name: number for number, name in enumerate(class_names)}
     files.sort(key=lambda file: (index[file.name.split("/", 1)[0]], file.name))
     pieces, start, size = [], 0, 0
@@ -116,12 +117,21 @@ def _listed(root: Path, cache: Path) -> Listing:
     path = cache / "listings" / f"{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.arrow"
     if (listing := _read_listing(path, root)) is not None:
         return listing
-    folders: dict[str, int] = {}
+    folders: dict[str, list[int]] = {}
     started = time.time_ns()
+    listing = _list_folder(root, folders)
+    table = pa.table({"file": listing.files, "label": pa.array(listing.labels, pa.int64())})
+    about = {"root": str(root), "class_names": listing.class_names, "folders": folders, "started": started}
+    _write_listing(path, table.replace_schema_metadata({"listing": json.dumps(about)}))
+    return listing
+
+
+def _list_folder(root: Path, folders: dict[str, list[int]]) -> Listing:
+    """Lists a folder. Notes in `folders` what shows whether one of them has changed, before it is read."""
     if not root.is_dir():
         raise DataError(f"no folder {root}; a dataset is train/CLASS/* and val/CLASS/* under data.path")
-    folders[""] = root.stat().st_mtime_ns
-    names = sorted(entry.name for entry in _scan(root) if entry.is_dir())
+    folders[""] = _state(root)
+    names = sorted(entry.name for entry in _scan(root) if _is_dir(entry))
     files: list[str] = []
     counts = []
     for name in names:
@@ -129,23 +139,20 @@ def _listed(root: Path, cache: Path) -> Listing:
         files += own
         counts.append(len(own))
     _check_classes(str(root), names, {name for name, count in zip(names, counts, strict=True) if count})
-    labels = np.repeat(np.arange(len(names)), counts)
     try:
-        table = pa.table({"file": pa.array(files, pa.string()), "label": pa.array(labels, pa.int64())})
+        column = pa.array(files, pa.string())
     except UnicodeEncodeError as error:
         raise DataError(f"the name of {root}/{error.object!r} is not UTF-8; rename it") from None
-    about = {"root": str(root), "class_names": names, "folders": folders, "started": started}
-    _write_listing(path, table.replace_schema_metadata({"listing": json.dumps(about)}))
-    return Listing(tuple(names), table["file"].combine_chunks(), labels)
+    return Listing(tuple(names), column, np.repeat(np.arange(len(names)), counts))
 
 
 def _read_listing(path: Path, root: Path) -> Listing | None:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all().combine_chunks()
         about = json.loads(table.schema.metadata[b"listing"])
+        settled = about["started"] - SETTLED_SECONDS * 1e9
         fresh = all(
-            os.stat(f"{root}/{folder}").st_mtime_ns == mtime and mtime < about["started"] - SETTLED_SECONDS * 1e9  # noqa: PTH116
-            for folder, mtime in about["folders"].items()
+            _state(f"{root}/{folder}") == state and state[0] < settled for folder, state in about["folders"].items()
         )
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowInvalid):  # none, or one of another version
         return None
@@ -165,17 +172,31 @@ def _write_listing(path: Path, table: pa.Table) -> None:
         raise DataError(f"cannot write {path}: {error}; set data.cache_path to a folder that can be written") from error
 
 
-def _walk(root: Path, folder: str, folders: dict[str, int]) -> Iterator[str]:
-    """The images below a folder, relative to the root. Notes the time of each folder before it is read."""
-    folders[folder] = os.stat(root / folder).st_mtime_ns  # noqa: PTH116
+def _walk(root: Path, folder: str, folders: dict[str, list[int]]) -> Iterator[str]:
+    """The images below a folder, relative to the root."""
+    folders[folder] = _state(root / folder)
     for entry in _scan(root / folder):
         name = f"{folder}/{entry.name}"
-        if _is_image(name) and entry.is_file():
-            yield name
-        elif entry.is_dir():
+        if _is_dir(entry):
             if folder.count("/") > 32:
                 raise DataError(f"{root / name} lies too deep; does a link lead back to where it comes from?")
             yield from _walk(root, name, folders)
+        elif _is_image(name):
+            yield name
+
+
+def _state(folder: Path | str) -> list[int]:
+    """Times of the last changes, and which folder it is."""
+    stat = os.stat(folder)  # noqa: PTH116 - a Path costs as much again
+    return [stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir():
+        return True
+    if entry.is_symlink() and not entry.is_file():
+        raise DataError(f"{entry.path} is a link to nothing; mend it or remove it")
+    return False
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:

@@ -201,7 +201,11 @@ def _start_threads(count: int) -> ThreadPoolExecutor:
         all_there.wait()
 
     executor = ThreadPoolExecutor(count, thread_name_prefix="loader")
-    wait([executor.submit(start) for _ in range(count)])
+    try:
+        wait([executor.submit(start) for _ in range(count)])
+    except BaseException:
+        all_there.abort()  # or those that have started would wait for the others for ever
+        raise
     torch.set_num_threads(before)  # it counts for the thread that calls it, and for those that are started later
     return executor
 

@@ -86,6 +86,11 @@ def split_files(storage: Storage, split: str | None, suffixes: tuple[str, ...]) 
         DataError: there are none.
     """
     files = [file for file in storage.list() if file.name.lower().endswith(suffixes)]
+    if split is not None and (others := [file.name for file in files if split_of(file.name) is None]):
+        raise DataError(
+            f"{storage.where(others[0])} belongs to no set ({len(others)} such file(s)); have train or val as a word "
+            "in its name or its folder's, or take it away"
+        )
     found = [file for file in files if split is None or split_of(file.name) == split]
     if not found:
         words = " or ".join(SPLITS[split]) if split else ""
@@ -97,10 +102,10 @@ def split_files(storage: Storage, split: str | None, suffixes: tuple[str, ...]) 
 
 
 def split_of(name: str) -> str | None:
-    """The set that a file's name speaks of: "train", "val" or None."""
-    for part in name.lower().split("/"):
+    """The set that a file's name speaks of, or a folder's in which it lies: "train", "val", "test" or None."""
+    for part in reversed(name.lower().split("/")):
         words = set(re.split(r"[^a-z]+", part))
-        for split, known in SPLITS.items():
+        for split, known in {**SPLITS, "test": ("test", "testing")}.items():
             if words.intersection(known):
                 return split
     return None
@@ -114,6 +119,10 @@ def renumbered(labels: np.ndarray, own: tuple[str, ...], wanted: tuple[str, ...]
     """
     if own == wanted:
         return labels
+    for names in (own, wanted):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{where}: two classes are called {twice}, and the sets list their classes differently")
     present = np.unique(labels)
     if unknown := sorted({own[label] for label in present} - set(wanted)):
         raise DataError(f"{where} has classes that the training set lacks: {', '.join(unknown)}")

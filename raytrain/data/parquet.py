@@ -66,10 +66,7 @@ class ParquetPiece(NamedTuple):
             return b""
         if value["bytes"] is not None:
             return value["bytes"]
-        try:
-            return self.storage.read(posixpath.join(posixpath.dirname(self.file), value["path"]))
-        except DataError:
-            return b""  # found bad, and named by its row, when it is decoded
+        return self.storage.read(posixpath.join(posixpath.dirname(self.file), value["path"]))
 
 
 def open_parquet(
@@ -113,7 +110,7 @@ def open_parquet(
     pieces = [
         ParquetPiece(storage, name, group, first, size, columns_of[name], names) for name, group, first, size in groups
     ]
-    made_of = fingerprint("parquet", storage, files, *columns_of.values())
+    made_of = fingerprint("parquet", storage, files, names, *columns_of.values())
     return Origin(describe(storage, split), names, pieces, made_of)
 
 

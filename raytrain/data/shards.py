@@ -8,6 +8,7 @@ A row's bytes are read in place: no row is copied, no index of rows is kept. Eac
 rows and the SHA-256 of its image bytes in its metadata, so that a damaged place can be found.
 """
 
+import errno
 import hashlib
 import json
 import mmap
@@ -131,6 +132,8 @@ class ArrowSource:
                     labels.append(_labels(batch, len(about.class_names), f"{path} row", rows - first))
                     rows += batch.num_rows
             except (OSError, ValueError, KeyError, TypeError) as error:
+                if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                    raise DataError(f"cannot open {path}: more files are open than `ulimit -n` allows") from error
                 raise DataError(f"cannot read {path}: {error}; copy it again or prepare the data anew") from error
             if rows - first != shard.rows:
                 raise DataError(f"{path} has {rows - first} rows, and {DATASET_FILE} says {shard.rows}")
@@ -151,7 +154,8 @@ class ArrowSource:
             start, stop = self._offsets[number][row : row + 2].tolist()
             mapped, at = self._mapped[number]
             page = (at + start) // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, page, at + stop - page)
+            if stop > start:
+                mapped.madvise(mmap.MADV_WILLNEED, page, at + stop - page)
 
     def read(self, index: int) -> memoryview | torch.Tensor:
         """The row's bytes in place: an encoded image, or pixels, uint8 [H, W, 3]."""

@@ -1,6 +1,7 @@
 """WebDataset's tar shards: files that share a name up to its first dot are one sample, KEY.jpg and KEY.cls.
 
-KEY.cls holds the class's number, or its name where the dataset has a classnames.txt, a name a line.
+KEY.cls holds the class's number, from 0; or, unless it is a number, its name in the dataset's classnames.txt, which has
+a name a line.
 """
 
 import tarfile
@@ -32,9 +33,15 @@ class TarPiece(NamedTuple):
                 with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|*") as tar:
                     for member in tar:
                         folder, _, base = member.name.rpartition("/")
+                        stem, _, suffix = base.partition(".")
+                        is_part = f".{suffix.rpartition('.')[2].lower()}" in (*IMAGE_SUFFIXES, ".cls")
+                        if is_part and ("." in suffix or member.islnk() or member.issym()):
+                            raise DataError(
+                                f"{where}: {member.name} is a link, or has more than one dot in its name; a sample is "
+                                "KEY.jpg and KEY.cls, and KEY has no dot"
+                            )
                         if not member.isfile() or base.startswith("."):
                             continue
-                        stem, _, suffix = base.partition(".")
                         if f"{folder}/{stem}" != key and parts:
                             yield from self._sample(key, parts)
                             parts = {}
@@ -67,10 +74,10 @@ class TarPiece(NamedTuple):
         if len(images) != 1:
             raise DataError(f"{name} has {'several images' if images else 'no image'}: {', '.join(sorted(parts))}")
         text = parts["cls"].decode("utf-8", "replace").strip()
-        if self.class_names is not None and text in self.class_names:
-            label = self.class_names.index(text)
-        elif text.isdecimal():
+        if text.isdecimal():
             label = int(text)
+        elif self.class_names is not None and text in self.class_names:
+            label = self.class_names.index(text)
         else:
             raise DataError(
                 f"{name}: label {text!r} is no class's number"
@@ -95,8 +102,12 @@ def open_webdataset(storage: Storage, split: str | None, known: tuple[str, ...] 
     files = split_files(storage, split, (".tar", ".tar.gz", ".tgz"))
     names = known
     if storage.exists(CLASS_NAMES_FILE):
-        names = tuple(storage.read(CLASS_NAMES_FILE).decode("utf-8").split("\n"))
-        names = tuple(name.strip() for name in names if name.strip())
+        try:
+            names = tuple(
+                name.strip() for name in storage.read(CLASS_NAMES_FILE).decode("utf-8-sig").strip().split("\n")
+            )
+        except UnicodeDecodeError as error:
+            raise DataError(f"cannot read {storage.where(CLASS_NAMES_FILE)}: {error}; save it as UTF-8") from error
     pieces = [TarPiece(storage, file.name, file.size, names) for file in files]
     made_of = fingerprint("webdataset", storage, files, names)
     return Origin(describe(storage, split), names, pieces, made_of, leaves_none_out=split != "val")

@@ -445,7 +445,7 @@ def test_skipped_steps_are_counted_and_hold_the_learning_rate_back(tmp_path):
     config = make_config(train__precision="fp16", train__epochs=2, checkpoint__every_steps=1)
     state = overflowing_state(config)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-56)
-    data = {"class_names": list(Noise.class_names), "num_images": 18}
+    data = {"class_names": list(Noise.class_names), "train_images": 18}
     state.save(tmp_path / "checkpoints", data)  # a run of no steps to go on from
     progress, rows = run(config, tmp_path)
     skipped = [
@@ -604,8 +604,12 @@ def test_a_run_goes_on_with_the_data_it_began_with_or_not_at_all(tmp_path):
     config = make_config()
     with pytest.raises(StoppedError):
         run(config, tmp_path, runtime=stop_after(2))
-    with pytest.raises(DataError, match="num_images was 18, is 30"):
+    with pytest.raises(DataError, match="train_images was 18, is 30"):
         run(config, tmp_path, images=30)
+    relabelled = Noise(18)
+    relabelled.labels = relabelled.labels[::-1].copy()
+    with pytest.raises(DataError, match="train_labels are others, though as many"):
+        train(config, Runtime(), Sources(relabelled, Noise(5, seed=1)), tmp_path / "checkpoints", Recorder())
     renamed = Noise(18)
     renamed.class_names = ("red", "green", "azure")
     with pytest.raises(DataError, match=r"class_names was \['red', 'green', 'blue'\], is \['red', 'green', 'azure'\]"):

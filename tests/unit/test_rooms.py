@@ -41,7 +41,7 @@ FLOORS = [
     {"raytrain.data.convert"},
     {"raytrain.data.cache"},
     {"raytrain.data.source"},
-    {"raytrain.data.bad", "raytrain.data.fill"},
+    {"raytrain.data.bad", "raytrain.data.fill", "raytrain.data.identity"},
     {"raytrain.comm.step", "raytrain.data.loader", "raytrain.describe"},
     {"raytrain.comm.exact", "raytrain.comm.float", "raytrain.evaluation"},
     {"raytrain.comm"},

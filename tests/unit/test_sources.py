@@ -353,11 +353,18 @@ def test_names_of_any_kind_are_kept_and_one_that_is_no_text_is_refused(tmp_path)
 def test_the_files_of_a_set_are_found_by_folder_or_word(tmp_path, train, val):
     write_parquet(tmp_path / train, [numbered(1), numbered(2)], [0, 1])
     write_parquet(tmp_path / val, [numbered(3)], [0])
-    write_parquet(tmp_path / "data/strained-interval.parquet", [numbered(4)], [0])
     write_parquet(tmp_path / "data/test-0.parquet", [numbered(5)], [0])
     sources = open_dataset("parquet", tmp_path, tmp_path / "cache")
     assert [bytes(sources.train.read(i)) for i in range(len(sources.train.labels))] == [numbered(1), numbered(2)]
     assert [bytes(sources.val.read(i)) for i in range(len(sources.val.labels))] == [numbered(3)]
+
+
+def test_a_file_of_no_set_is_refused_by_name(tmp_path):
+    write_parquet(tmp_path / "train-0.parquet", [numbered(1)], [0])
+    write_parquet(tmp_path / "val-0.parquet", [numbered(1)], [0])
+    write_parquet(tmp_path / "strained-interval.parquet", [numbered(4)], [0])
+    with pytest.raises(DataError, match=r"strained-interval\.parquet belongs to no set"):
+        open_dataset("parquet", tmp_path, tmp_path / "cache")
 
 
 def test_files_follow_one_another_in_the_order_of_their_names(tmp_path):
@@ -682,7 +689,7 @@ def test_struct_rows_are_the_pixels_of_a_plain_column(tmp_path):
             assert (decode(got.read(i), str) == pixels_of(images[i])).all()
 
 
-@pytest.mark.parametrize("row", [{"bytes": None, "path": None}, {"bytes": None, "path": "gone.jpg"}, None])
+@pytest.mark.parametrize("row", [{"bytes": None, "path": None}, None])
 def test_a_struct_row_without_image_is_a_bad_image(tmp_path, row):
     """B41."""
     rows = [{"bytes": numbered(i), "path": None} for i in range(12)]
@@ -698,6 +705,18 @@ def test_a_struct_row_without_image_is_a_bad_image(tmp_path, row):
     lenient = walk_one(Runtime(), data)
     assert Counter(number for step in lenient.samples for number in step) == {i: 2 for i in range(12) if i != 5}
     assert ["train/0.parquet row 5" in name for name, _ in lenient.bad] == [True]
+
+
+def test_a_path_to_nothing_is_refused_and_found_again_when_it_is_there(tmp_path):
+    """B41."""
+    for split in ("train", "val"):
+        path = tmp_path / split / "0.parquet"
+        write_parquet(path, [numbered(0), None], [0, 0], struct_paths=["0.png", "gone.png"])
+    (tmp_path / "train/gone.png").write_bytes(numbered(7))
+    with pytest.raises(DataError, match=r"val/gone\.png"):
+        open_dataset("parquet", tmp_path, tmp_path / "cache")
+    (tmp_path / "val/gone.png").write_bytes(numbered(8))
+    assert bytes(open_dataset("parquet", tmp_path, tmp_path / "cache").val.read(1)) == numbered(8)
 
 
 def test_a_null_in_a_plain_column_is_a_bad_image(tmp_path):
