@@ -59,7 +59,8 @@ class Data(Section):
     color_jitter: tuple[float, float, float] | None = None
     """Greatest relative change of brightness, contrast and saturation. None: off."""
     auto_augment: Literal["randaugment", "trivialaugment"] | None = None
-    """Operations drawn at random (arXiv 1909.13719; wide form of 2103.10158). None: off."""
+    """`randaugment` or `trivialaugment`: operations drawn at random (arXiv 1909.13719; wide form of 2103.10158).
+    None: off."""
     randaugment_ops: int = Field(default=2, ge=1)
     """Operations that RandAugment applies to an image."""
     randaugment_magnitude: int = Field(default=9, ge=0, le=30)
@@ -89,6 +90,11 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
+        if self.source == "digits" and self.path is not None:
+            raise ValueError(
+                f"path {self.path} is set, but source is digits (quickstart's), which has none; set data.source to the "
+                "form that your images are in, such as folder"
+            )
         for key, low in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
             if not 0 < low[0] <= low[1]:
                 raise ValueError(f"{key} must be two positive numbers, the smaller first, not {list(low)}")

@@ -282,6 +282,7 @@ def _report_bad(bad_images: Mapping[str, BadImages], runtime: Runtime, recorder:
     """Tells of the images that were left out since the last time, and how many it were in all. All ranks must call."""
     for split, bad in bad_images.items():
         recorder.bad_images(split, bad.share(runtime))
+        bad.check()
     return {"data/bad_images": float(sum(len(bad) for bad in bad_images.values()))} if bad_images else {}
 
 

@@ -64,13 +64,18 @@ def prepare(request: Request, say: Callable[[str], None]) -> dict[str, Dataset]:
     source, destination = Storage(request.source), Storage(request.destination)
     form = request.form or _find_form(source)
     made: dict[str, Dataset] = {}
-    for split in _splits(source, form):
+    splits = _splits(source, form)
+    if splits == [None]:
+        say(f"{source} has no train and val: it is taken as one set, to stand as train or val in a dataset's folder")
+    elif "val" not in splits or "train" not in splits:
+        say(f"{source} has no {'val' if 'train' in splits else 'train'} set, which training needs")
+    for split in splits:
         train = made.get("train")
         origin = _open(request, source, form, split, tuple(train.class_names) if train else None)
         folder = destination / split if split else destination
         read = source if form in ("parquet", "webdataset") or split is None else split_folder(source, split)
         if f"{folder}/".startswith(f"{read}/"):
-            raise DataError(f"{destination} lies in what is read, {read}; give another folder")
+            raise DataError(f"{folder} lies in {read}, which is read; give another folder")
         with _claimed(folder):
             made[split or ""] = _make(request, origin, folder, partial(_say, say, split))
     return made
@@ -87,7 +92,7 @@ def report(made: dict[str, Dataset]) -> str:
             f"{most:,} ({other_name}) each"
         )
         size_in, size_out = _amount(dataset.bytes_in), _amount(dataset.bytes_out)
-        lines.append(f"  {size_in} of images became {size_out} in {len(dataset.shards):,} shards")
+        lines.append(f"  {size_in} of images became {size_out} in {len(dataset.shards):,} shard(s)")
         lines.append(f"  {len(dataset.bad):,} bad images were left out" + (":" if dataset.bad else ""))
         lines += [f"    {image['reason']}" for image in dataset.bad]
     return "\n".join(lines)
@@ -101,14 +106,16 @@ def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str]
     parts = plan(origin, folder, request.settings, max(1, int(request.shard_gib * GIB)))
     left = undone(parts, folder)
     if not folder.exists(DATASET_FILE):
+        if origin.remark:
+            say(origin.remark)
         before, done, started = len(parts) - len(left), 0, time.monotonic()
-        say(f"{_amount(origin.size)} in {len(parts)} parts, {before} of them done")
+        say(f"{_amount(origin.size)} in {len(parts)} part(s), {before} of them done")
         for record in _write_all(left, request.num_workers):
             done += record is not None
             seconds = time.monotonic() - started
             ahead = f", about {duration(seconds / done * (len(left) - done))} left" if 0 < done < len(left) else ""
             written = f", {_amount(size)} being written" if (size := bytes_under_way(folder)) else ""
-            say(f"{before + done} of {len(parts)} parts done{written}; {duration(seconds)}{ahead}")
+            say(f"{before + done} of {len(parts)} part(s) done{written}; {duration(seconds)}{ahead}")
         _check_bad([read_record(folder, part.number) for part in parts], origin.where, request.max_bad_fraction)
     return finish(origin, parts, folder)
 
@@ -151,9 +158,9 @@ def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Recor
             "a worker process died: it was killed, or the machine had no memory left; run it again"
         ) from error
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - set(before):
             child.terminate()
+        pool.shutdown(wait=processes > 1, cancel_futures=True)  # a thread cannot be ended
         raise
     pool.shutdown()
 

@@ -13,6 +13,7 @@ goes on where it was. Images stand upright in the end, as their EXIF orientation
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from raytrain.errors import RaytrainError
@@ -101,7 +102,7 @@ def _fraction(text: str) -> float:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code == 130:  # a part that is made on a thread would be waited for
+    if code == 130 and threading.active_count() > 1:  # a part that is made on a thread would be waited for
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

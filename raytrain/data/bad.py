@@ -51,19 +51,23 @@ class BadImages:
             self._new[sample] = BadImage(sample, source.name(sample), str(error))
 
     def share(self, runtime: Runtime) -> list[BadImage]:
-        """Those that any rank has met since the last call. All ranks must call.
-
-        Raises:
-            DataError: too many; on all ranks.
-        """
+        """Those that any rank has met since the last call. All ranks must call."""
         found = {image.sample: image for own in runtime.gather(list(self._new.values())) for image in own}
         self._new.clear()
         fresh = [found[sample] for sample in sorted(found) if sample not in self._known]
         self._known.update(found)
+        return fresh
+
+    def check(self) -> None:
+        """Compares what all ranks know of with what may be.
+
+        Raises:
+            DataError: too many; on all ranks.
+        """
         if len(self._known) > self._max_fraction * self._num_images:
             some = "\n  ".join(image.reason for image in list(self._known.values())[:5])
             raise DataError(
                 f"{len(self._known)} of {self._num_images:,} images are bad, more than data.max_bad_fraction "
-                f"{self._max_fraction:g}; among them\n  {some}"
+                f"{self._max_fraction:g}; repair them or raise that; bad_images.jsonl in the run directory lists them, "
+                f"such as\n  {some}"
             )
-        return fresh

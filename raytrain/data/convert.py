@@ -24,6 +24,8 @@ from raytrain.errors import DataError
 
 PARTS = "parts"
 """The folder of records, which goes when the dataset is whole."""
+SMALL_PART_BYTES = 2**26
+MANY_PARTS = 64
 _PLAN = f"{PARTS}/plan"
 _SCRATCH = ".writing-"
 
@@ -56,6 +58,8 @@ class Record:
 def plan(origin: Origin, destination: Storage, settings: Settings, shard_bytes: int) -> list[Part]:
     """The parts that a set is made in: as many pieces as come to a shard, before they are transcoded.
 
+    Those of a small set are smaller, so that it too is made by all cores and shows progress.
+
     Raises:
         DataError: the destination holds something else.
     """
@@ -72,10 +76,11 @@ def plan(origin: Origin, destination: Storage, settings: Settings, shard_bytes: 
             f"{destination} holds what was made from other files or with other settings; remove it, or give another "
             "folder"
         )
+    part_bytes = min(shard_bytes, max(SMALL_PART_BYTES, origin.size // MANY_PARTS))
     parts: list[list[Piece]] = []
     size = 0
     for piece in origin.pieces:
-        if not parts or size + piece.size > shard_bytes:
+        if not parts or size + piece.size > part_bytes:
             parts.append([])
             size = 0
         parts[-1].append(piece)

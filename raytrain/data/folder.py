@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class Listing(NamedTuple):
     """Relative to the root, sorted, class by class."""
     labels: np.ndarray
     """int64 [N]."""
+    remark: str
+    """On files that are none of the known formats."""
 
 
 class FolderSource:
@@ -41,6 +43,7 @@ class FolderSource:
     Args:
         root: the folder of class folders.
         cache: where listings are kept.
+        note: is told of files that are passed over.
         class_names: the classes that labels refer to; None: the folders found, sorted by name.
 
     Raises:
@@ -48,8 +51,12 @@ class FolderSource:
             written.
     """
 
-    def __init__(self, root: Path, cache: Path, class_names: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, root: Path, cache: Path, note: Callable[[str], None], class_names: tuple[str, ...] | None = None
+    ) -> None:
         listing = _listed(root, cache)
+        if listing.remark:
+            note(listing.remark)
         self.class_names = class_names or listing.class_names
         self.labels = renumbered(listing.labels, listing.class_names, self.class_names, str(root))
         self._root, self._files = root, listing.files
@@ -91,13 +98,14 @@ def open_folder(storage: Storage) -> Origin:
     Raises:
         DataError: no class folders, or one without images.
     """
+    remark = ""
     if storage.is_remote:
         files = [file for file in storage.list() if _is_image(file.name) and "/" in file.name]
         class_names = tuple(sorted({file.name.split("/", 1)[0] for file in files}))
         _check_classes(str(storage), list(class_names), set(class_names))
     else:
         listing = _list_folder(storage.path, {})
-        class_names = listing.class_names
+        class_names, remark = listing.class_names, listing.remark
         about = [(name, os.stat(storage.path / name)) for name in listing.files.to_pylist()]  # noqa: PTH116
         files = [StoredFile(name, stat.st_size, stat.st_mtime_ns) for name, stat in about]
     index = {name: number for number, name in enumerate(class_names)}
@@ -109,7 +117,7 @@ def open_folder(storage: Storage) -> Origin:
             names = [file.name for file in files[start:number]]
             pieces.append(FolderPiece(storage, names, [index[name.split("/", 1)[0]] for name in names], size))
             start, size = number, 0
-    return Origin(str(storage), class_names, pieces, fingerprint("folder", storage, files))
+    return Origin(str(storage), class_names, pieces, fingerprint("folder", storage, files), remark)
 
 
 def _listed(root: Path, cache: Path) -> Listing:
@@ -121,7 +129,7 @@ def _listed(root: Path, cache: Path) -> Listing:
     started = time.time_ns()
     listing = _list_folder(root, folders)
     table = pa.table({"file": listing.files, "label": pa.array(listing.labels, pa.int64())})
-    about = {"root": str(root), "class_names": listing.class_names, "folders": folders, "started": started}
+    about = {"class_names": listing.class_names, "remark": listing.remark, "folders": folders, "started": started}
     _write_listing(path, table.replace_schema_metadata({"listing": json.dumps(about)}))
     return listing
 
@@ -133,9 +141,10 @@ def _list_folder(root: Path, folders: dict[str, list[int]]) -> Listing:
     folders[""] = _state(root)
     names = sorted(entry.name for entry in _scan(root) if _is_dir(entry))
     files: list[str] = []
+    others: list[str] = []
     counts = []
     for name in names:
-        own = sorted(_walk(root, name, folders))
+        own = sorted(_walk(root, name, folders, others))
         files += own
         counts.append(len(own))
     _check_classes(str(root), names, {name for name, count in zip(names, counts, strict=True) if count})
@@ -143,7 +152,8 @@ def _list_folder(root: Path, folders: dict[str, list[int]]) -> Listing:
         column = pa.array(files, pa.string())
     except UnicodeEncodeError as error:
         raise DataError(f"the name of {root}/{error.object!r} is not UTF-8; rename it") from None
-    return Listing(tuple(names), column, np.repeat(np.arange(len(names)), counts))
+    remark = f"{len(others):,} file(s) in {root} are no images by their names, such as {others[0]}" if others else ""
+    return Listing(tuple(names), column, np.repeat(np.arange(len(names)), counts), remark)
 
 
 def _read_listing(path: Path, root: Path) -> Listing | None:
@@ -158,7 +168,7 @@ def _read_listing(path: Path, root: Path) -> Listing | None:
         return None
     if not fresh:
         return None
-    return Listing(tuple(about["class_names"]), table["file"].chunk(0), table["label"].to_numpy())
+    return Listing(tuple(about["class_names"]), table["file"].chunk(0), table["label"].to_numpy(), about["remark"])
 
 
 def _write_listing(path: Path, table: pa.Table) -> None:
@@ -172,17 +182,19 @@ def _write_listing(path: Path, table: pa.Table) -> None:
         raise DataError(f"cannot write {path}: {error}; set data.cache_path to a folder that can be written") from error
 
 
-def _walk(root: Path, folder: str, folders: dict[str, list[int]]) -> Iterator[str]:
-    """The images below a folder, relative to the root."""
+def _walk(root: Path, folder: str, folders: dict[str, list[int]], others: list[str]) -> Iterator[str]:
+    """The images below a folder, relative to the root; other files go to `others`."""
     folders[folder] = _state(root / folder)
     for entry in _scan(root / folder):
         name = f"{folder}/{entry.name}"
         if _is_dir(entry):
             if folder.count("/") > 32:
                 raise DataError(f"{root / name} lies too deep; does a link lead back to where it comes from?")
-            yield from _walk(root, name, folders)
+            yield from _walk(root, name, folders, others)
         elif _is_image(name):
             yield name
+        else:
+            others.append(name)
 
 
 def _state(folder: Path | str) -> list[int]:
@@ -212,6 +224,8 @@ def _is_image(name: str) -> bool:
 
 def _check_classes(where: str, folders: list[str], filled: set[str]) -> None:
     if not folders:
+        if Path(where, "dataset.json").exists():
+            raise DataError(f"{where} holds prepared shards; set data.source=arrow")
         raise DataError(f"{where} has no class folders; images lie in {where}/CLASS/")
     if empty := sorted(set(folders) - filled):
         raise DataError(

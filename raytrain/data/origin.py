@@ -54,6 +54,8 @@ class Origin(NamedTuple):
     pieces: Sequence[Piece]
     fingerprint: str
     """Another one where files have changed."""
+    remark: str = ""
+    """What a user should know of it."""
     leaves_none_out: bool = False
     """Without class names: whether the labels that occur must be 0, 1, 2, ... without a gap, as a training set's."""
 

@@ -185,7 +185,10 @@ def read_dataset(folder: Path) -> Dataset:
     """
     path = folder / DATASET_FILE
     if not path.is_file():
-        raise DataError(f"no {path}: `python -m raytrain.prepare` writes it when all shards are whole; run it again")
+        raise DataError(
+            f"no {path}, which `python -m raytrain.prepare` writes when all shards of a set are whole: run it to its "
+            "end, or set data.source to what lies there: folder, parquet or webdataset"
+        )
     return Dataset.from_json(path.read_bytes(), str(path))
 
 

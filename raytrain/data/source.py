@@ -22,6 +22,8 @@ from raytrain.data.storage import Storage
 from raytrain.data.webdataset import open_webdataset
 from raytrain.errors import DataError
 
+Note = Callable[[str], None]
+
 
 class Source(Protocol):
     """Samples by number. Safe to read from several threads at once; can be pickled, and used after a fork."""
@@ -54,7 +56,7 @@ class Sources(NamedTuple):
     val: Source
 
 
-def open_sources(data: config.Data, note: Callable[[str], None] = lambda _: None) -> Sources:
+def open_sources(data: config.Data, note: Note = lambda _: None) -> Sources:
     """Opens what the config names, and checks all labels.
 
     Args:
@@ -73,8 +75,8 @@ def open_sources(data: config.Data, note: Callable[[str], None] = lambda _: None
             "data.path is not set; give the folder, or the s3:// or gs:// location, that holds train/ and val/"
         )
     storage = Storage(data.path)
-    train = _open(storage, "train", data, cache, None)
-    return Sources(train, _open(storage, "val", data, cache, train.class_names))
+    train = _open(storage, "train", data, cache, note, None)
+    return Sources(train, _open(storage, "val", data, cache, note, train.class_names))
 
 
 def is_read_in_place(data: config.Data) -> bool:
@@ -83,15 +85,17 @@ def is_read_in_place(data: config.Data) -> bool:
     return data.source in ("digits", "folder", "arrow") and not is_remote
 
 
-def _open(storage: Storage, split: str, data: config.Data, cache: Cache, class_names: tuple[str, ...] | None) -> Source:
-    source = _open_form(storage, split, data, cache, class_names)
+def _open(
+    storage: Storage, split: str, data: config.Data, cache: Cache, note: Note, class_names: tuple[str, ...] | None
+) -> Source:
+    source = _open_form(storage, split, data, cache, note, class_names)
     if len(source.labels) == 0:
         raise DataError(f"{data.path} has no image in its {split} set")
     return source
 
 
 def _open_form(
-    storage: Storage, split: str, data: config.Data, cache: Cache, class_names: tuple[str, ...] | None
+    storage: Storage, split: str, data: config.Data, cache: Cache, note: Note, class_names: tuple[str, ...] | None
 ) -> Source:
     if data.source == "parquet":
         return cache.converted(
@@ -103,5 +107,5 @@ def _open_form(
     if data.source == "folder":
         if storage.is_remote:
             return cache.converted(open_folder(folder), class_names)
-        return FolderSource(folder.path, data.cache_path.expanduser(), class_names)
+        return FolderSource(folder.path, data.cache_path.expanduser(), note, class_names)
     return cache.fetched(folder, class_names) if storage.is_remote else ArrowSource(folder.path, class_names)

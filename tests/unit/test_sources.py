@@ -120,6 +120,7 @@ def walk_one(runtime, data):
             seen.ones.append(runtime.sum(torch.ones(3)).tolist())
             if bad is not None:
                 seen.bad.extend((found.name, found.reason) for found in bad.share(runtime))
+                bad.check()
     except DataError as error:
         seen = seen._replace(error=str(error))
     batches.close()
