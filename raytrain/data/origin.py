@@ -104,11 +104,16 @@ def split_files(storage: Storage, split: str | None, suffixes: tuple[str, ...]) 
 
 
 def split_of(name: str) -> str | None:
-    """The set that a file's name speaks of, or a folder's in which it lies: "train", "val", "test" or None."""
-    for part in reversed(name.lower().split("/")):
-        words = set(re.split(r"[^a-z]+", part))
+    """The set that a file belongs to: "train", "val", "test" or None.
+
+    A folder that is called so decides; then a word in the file's name, then one in a folder's.
+    """
+    *folders, file = name.lower().split("/")
+    words = [{folder} for folder in folders]
+    words += [set(re.split(r"[^a-z]+", part)) for part in (file, *reversed(folders))]
+    for some in words:
         for split, known in {**SPLITS, "test": ("test", "testing")}.items():
-            if words.intersection(known):
+            if some.intersection(known):
                 return split
     return None
 

@@ -17,6 +17,7 @@ from raytrain.data.augment import eval_transform
 from raytrain.data.bad import BadImages
 from raytrain.data.decode import decode
 from raytrain.data.identity import agree_on_data
+from raytrain.data.origin import split_of
 from raytrain.data.source import Sources, open_sources
 from raytrain.errors import DataError
 from raytrain.prepare import main as prepare
@@ -127,6 +128,23 @@ def test_a_number_in_cls_is_the_number_of_the_class_whatever_its_name(tmp_path):
     sources = opened("webdataset", root)
     assert sources.train.class_names == ("1", "0")
     assert sources.train.labels.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("val/train-of-thought.parquet", "val"),
+        ("training_data/val-000.parquet", "val"),
+        ("data/train-00000-of-00002.parquet", "train"),
+        ("my train set/0.parquet", "train"),
+        ("imagenet1k-validation-03.tar", "val"),
+        ("train/test/0.parquet", "train"),
+        ("data/test-0.parquet", "test"),
+        ("strained.parquet", None),
+    ],
+)
+def test_the_set_of_a_file(name, split):
+    assert split_of(name) == split
 
 
 def test_the_cache_knows_the_class_names_that_labels_were_read_with(tmp_path):
