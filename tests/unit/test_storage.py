@@ -346,7 +346,7 @@ def test_prepare_killed_while_it_uploads_and_run_again_gives_the_same_objects(st
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while process.poll() is None and len([path for method, path in requests.seen if method == "PUT"]) < uploads:
             assert time.monotonic() < end
         kills += process.poll() is None
@@ -371,7 +371,7 @@ def test_a_fetch_that_was_killed_is_finished_by_the_next(store, remote, tmp_path
     process = subprocess.Popen(
         [sys.executable, "-c", script, remote["arrow"][1], str(tmp_path)], cwd=ROOT, start_new_session=True
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while process.poll() is None and not requests.downloads():
         assert time.monotonic() < end
     process.kill()
