@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, T
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import NamedTuple
 
 from raytrain.console import duration
@@ -147,9 +147,9 @@ def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Recor
     if processes > 1:
         pool = ProcessPoolExecutor(processes, spawn, initializer=_end_with_parent)
     before = multiprocessing.active_children()
-    with _without_ctrl_c():  # it is this process's to answer; children inherit that they do not
-        running = {pool.submit(write, part) for part in parts}
     try:
+        with _without_ctrl_c():  # it is this process's to answer, afterwards; children inherit that they do not
+            running = {pool.submit(write, part) for part in parts}
         while running:
             done, running = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
             yield from [future.result() for future in done] or [None]
@@ -167,14 +167,12 @@ def _write_all(parts: Sequence[Part], num_workers: int | None) -> Iterator[Recor
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which would let signals through as it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write_over_ray(parts: Sequence[Part]) -> Iterator[Record | None]:
