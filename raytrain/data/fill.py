@@ -36,8 +36,7 @@ def fill(source: Source, job: Job, images: torch.Tensor, rows: range, *, skip: b
     """Makes some images of a batch.
 
     First all are read and drawn for, then all are decoded. One image after the other takes up to a tenth more: a
-    decoder
-    drives Python's own code and data out of the CPU's caches.
+    decoder drives Python's own code and data out of the CPU's caches.
 
     Args:
         source: the set.
