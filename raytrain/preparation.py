@@ -123,7 +123,7 @@ def _make(request: Request, origin: Origin, folder: Storage, say: Callable[[str]
 def _check_bad(records: Sequence[Record], where: str, max_fraction: float) -> None:
     bad = [image["reason"] for record in records for image in record.bad]
     images = len(bad) + sum(sum(record.images_by_label.values()) for record in records)
-    if images == len(bad) and not bad:
+    if images == 0:
         raise DataError(f"{where} has no images")
     if len(bad) > max_fraction * images or len(bad) == images:
         raise DataError(

@@ -154,7 +154,8 @@ class _Lock:
 
     def __init__(self, path: Path, how: int) -> None:
         self.path = path
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor: int | None = None  # what `__del__` finds where the next line fails
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._descriptor, how)
         except OSError:
