@@ -7,13 +7,15 @@
         state.json          step, best score, class names, metrics, config
         manifest.json       size in bytes and SHA-256 of each file above
 
-A checkpoint is written under a temporary name and renamed when all of it is on the disk.
+They lie in a folder of this machine or of an object store. On a file system a checkpoint is written under a temporary
+name, and renamed when all of it is on the disk; in an object store its manifest comes last, and makes it one.
 """
 
 import hashlib
+import io
 import json
 import math
-import os
+import mmap
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,20 +26,22 @@ import safetensors.torch
 import torch
 
 from raytrain.errors import CheckpointError, NonFiniteError, RunError
+from raytrain.storage import Storage
 
 FORMAT_VERSION = 1
-_TEMPORARY = ".writing-"
+_MANIFEST = "manifest.json"
+_DAMAGED = "damaged_step_"
 
 Warn = Callable[[str], None]
 
 
 def save(
-    folder: Path,
+    folder: Storage,
     step: int,
     weights: Mapping[str, Mapping[str, torch.Tensor]],
     training: Mapping[str, Any],
     state: Mapping[str, Any],
-) -> Path:
+) -> Storage:
     """Writes a checkpoint; one process calls.
 
     Args:
@@ -48,7 +52,7 @@ def save(
         state: plain JSON values.
 
     Returns:
-        The checkpoint's directory.
+        The checkpoint's folder.
 
     Raises:
         NonFiniteError: a weight is not finite; nothing is written.
@@ -56,70 +60,88 @@ def save(
     """
     for name, tensors in weights.items():
         for key, tensor in tensors.items():
-            if not tensor.isfinite().all():
+            if not _is_finite(tensor):
                 raise NonFiniteError(f"{name} {key} is not finite after step {step}; no checkpoint of it is written")
-    final, temporary = folder / f"step_{step:08d}", folder / f"{_TEMPORARY}{step:08d}"
+    final = folder / _name(step)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, tensors in weights.items():
-            contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            (temporary / f"{name}.safetensors").write_bytes(safetensors.torch.save(contiguous))
-        torch.save(dict(training), temporary / "training.pt")
-        _write_json(temporary / "state.json", {"format_version": FORMAT_VERSION, "step": step, **state})
-        _write_json(
-            temporary / "manifest.json",
-            {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())},
-        )
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        shutil.rmtree(final, ignore_errors=True)  # only one that did not verify can bear the name
-        temporary.rename(final)
-        _flush(folder)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are untouched") from error
+        with folder.new_folder(final.name, last=_MANIFEST) as temporary:
+            for name, tensors in weights.items():
+                contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+                safetensors.torch.save_file(contiguous, temporary / f"{name}.safetensors")
+            torch.save(dict(training), temporary / "training.pt")
+            _write_json(temporary / "state.json", {"format_version": FORMAT_VERSION, "step": step, **state})
+            prints = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+            _write_json(temporary / _MANIFEST, prints)
+            for path in temporary.iterdir():
+                path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files for the user alone
+    except (RunError, OSError, RuntimeError, safetensors.SafetensorError) as error:
+        needed = sum(tensor.nbytes for tensors in weights.values() for tensor in tensors.values())
+        raise RunError(
+            f"cannot write checkpoint {final}: {error}; its weights alone are {needed:,} bytes{_free(folder)}; "
+            "earlier checkpoints are untouched"
+        ) from error
     return final
 
 
-def newest_valid(folder: Path, warn: Warn) -> Path | None:
+def newest_valid(folder: Storage, warn: Warn) -> Storage | None:
     """The newest checkpoint that verifies, or None; one process calls.
 
     All that do not verify are named in a warning and set aside as `damaged_step_...`, so that none of them counts
-    among those to keep.
+    among those to keep. What a killed process left unfinished is removed.
+
+    Raises:
+        CheckpointError: there are some, and none verifies; a run is never begun anew over the remains of one.
+        RunError: one cannot be read now, which says nothing of what it holds.
     """
+    _delete_unfinished(folder)
     for path in saved(folder):
         fault = verify(path)
         if fault is not None:
-            aside = path.with_name(f"damaged_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            warn(f"checkpoint {path} does not verify ({fault}); it is set aside as {aside.name}")
-    return saved(folder)[-1] if saved(folder) else None
+            folder.rename_folder(path.name, f"damaged_{path.name}")
+            warn(f"checkpoint {path} does not verify ({fault}); it is set aside as damaged_{path.name}")
+    valid = saved(folder)
+    if not valid and (damaged := [name for name in folder.folders() if name.startswith(_DAMAGED)]):
+        raise CheckpointError(
+            f"no checkpoint in {folder} verifies: {', '.join(damaged)}; take another run.name, or remove them to begin "
+            "this run anew"
+        )
+    return valid[-1] if valid else None
 
 
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def verify(path: Storage) -> str | None:
+    """What is wrong with a checkpoint, or None.
+
+    Raises:
+        RunError: it cannot be read now.
+    """
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(path.read(_MANIFEST))
         if not {"model.safetensors", "training.pt", "state.json"} <= manifest.keys():
             return "its manifest does not name all files"
         for name, expected in manifest.items():
-            found = _fingerprint(path / name)
+            found = _fingerprint(path.path / name) if not path.is_remote else _fingerprint_of(path.read(name))
             if found != expected:
                 return f"{name} is not what was written: {found['bytes']} of {expected['bytes']} bytes, or other ones"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except RunError as error:
+        if error.__cause__ is not None:  # more than a file that is not there
+            raise
+        return str(error)
+    except FileNotFoundError as error:
+        return str(error)
+    except OSError as error:
+        raise RunError(f"cannot read checkpoint {path}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         return str(error)
     return None
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Storage) -> dict[str, Any]:
     """The checkpoint's state.json.
 
     Raises:
         CheckpointError: it was written by a later version of raytrain.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = json.loads(path.read("state.json"))
     if state["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format {state['format_version']}; this raytrain reads {FORMAT_VERSION}"
@@ -127,71 +149,96 @@ def load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_weights(path: Path, name: str = "model") -> dict[str, torch.Tensor]:
+def load_weights(path: Storage, name: str = "model") -> dict[str, torch.Tensor]:
     """Weights and buffers by torchvision's keys, on the CPU; `name` is "model" or "ema"."""
-    return safetensors.torch.load_file(path / f"{name}.safetensors")
+    return safetensors.torch.load(path.read(f"{name}.safetensors"))
 
 
-def load_training(path: Path) -> dict[str, Any]:
+def load_training(path: Storage) -> dict[str, Any]:
     """What `save` was given as `training`, tensors on the CPU."""
-    return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(path.read("training.pt")), map_location="cpu", weights_only=True)
 
 
-def saved(folder: Path) -> list[Path]:
+def saved(folder: Storage) -> list[Storage]:
     """All checkpoints of a run, oldest first, verified or not."""
-    return sorted(folder.glob("step_*"))
+    names = [name for name in folder.folders() if name.startswith("step_")]
+    if folder.is_remote:  # one without a manifest is still being uploaded, or was when its process was killed
+        names = [name for name in names if (folder / name).exists(_MANIFEST)]
+    return [folder / name for name in names]
 
 
-def best(folder: Path) -> Path | None:
+def best(folder: Storage) -> Storage | None:
     """The checkpoint with the greatest val/top1, the newest of equals, or None where none was evaluated."""
     ranked = _by_score(folder)
     return ranked[-1] if ranked else None
 
 
-def prune(folder: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all but the newest `keep_last` and the best `keep_best`, and what a killed process left unfinished.
+def prune(folder: Storage, keep_last: int, keep_best: int) -> None:
+    """Removes all but the newest `keep_last` and the best `keep_best`, those set aside, and what a kill has left.
 
-    To be called after a checkpoint was saved, which is the newest and whole: a valid one is always left.
+    To be called where all that there are verify, as after `newest_valid` and after `save`. Called before and after each
+    `save`, there are never more than `keep_last + keep_best + 1`.
     """
     paths = saved(folder)
     keep = {*paths[-keep_last:], *_by_score(folder)[::-1][:keep_best]}
     for path in paths:
         if path not in keep:
-            # hidden first, so that a half-removed checkpoint is never taken for one that was damaged
-            doomed = path.rename(folder / f"{_TEMPORARY}removed-{path.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+            folder.delete_folder(path.name, first=_MANIFEST)
+    for name in folder.folders() if paths else []:
+        if name.startswith(_DAMAGED):
+            folder.delete_folder(name)
+    _delete_unfinished(folder)
 
 
-def _by_score(folder: Path) -> list[Path]:
+def _delete_unfinished(folder: Storage) -> None:
+    folder.delete_unfinished()
+    if folder.is_remote:
+        whole = {path.name for path in saved(folder)}
+        for name in folder.folders():
+            if name.startswith("step_") and name not in whole:
+                folder.delete_folder(name)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _by_score(folder: Storage) -> list[Storage]:
     scores = {path: score for path in saved(folder) if (score := _score(path)) is not None}
-    return sorted(scores, key=lambda path: (scores[path], path))
+    return sorted(scores, key=lambda path: (scores[path], path.name))
 
 
-def _score(path: Path) -> float | None:
+def _score(path: Storage) -> float | None:
     try:
-        score = json.loads((path / "state.json").read_text(encoding="utf-8"))["metrics"]["val/top1"]
+        score = json.loads(path.read("state.json"))["metrics"]["val/top1"]
         return score if math.isfinite(score) else None
-    except (OSError, ValueError, KeyError, TypeError):  # not evaluated, or damaged
+    except (RunError, ValueError, KeyError, TypeError):  # not evaluated, or damaged
         return None
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # a sum passes over memory once; only of very large numbers is it infinite where none of them is
+    return not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def _fingerprint(path: Path) -> dict[str, int | str]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    size = path.stat().st_size
+    if size == 0:  # which cannot be mapped
+        return _fingerprint_of(b"")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _fingerprint_of(content: bytes) -> dict[str, int | str]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _free(folder: Storage) -> str:
+    if folder.is_remote:
+        return ""
+    existing = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+    return f", and {shutil.disk_usage(existing).free:,} are free"
 
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,14 +2,14 @@
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from raytrain.config import RECIPE_SECTIONS, SPEED_KEYS, Config
+from raytrain.config import RECIPE_SECTIONS, SPEED_KEYS, VARIANTS, Config
 from raytrain.errors import ConfigError
 
 
@@ -34,10 +34,19 @@ def parse(words: Sequence[str], default: str, flags: frozenset[str]) -> Request:
     names = [word for word in words if word not in given and "=" not in word]
     if len(names) > 1:
         raise ConfigError(f"one config at a time, not {' and '.join(names)}; overrides are section.key=value")
-    overrides = dict(_override(word) for word in words if word not in given and "=" in word)
+    overrides = read_overrides(word for word in words if word not in given and "=" in word)
     name = names[0] if names else default
     path = find_config(name)
     return Request(path.stem, build(read_yaml(path), overrides, path), overrides, frozenset(given))
+
+
+def read_overrides(words: Iterable[str]) -> dict[str, Any]:
+    """Values by dotted key, of words `section.key=value`.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be read.
+    """
+    return dict(_override(word) for word in words)
 
 
 def find_config(name: str) -> Path:
@@ -66,11 +75,24 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: not readable, or not a mapping of sections.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read config {path}: {error}") from error
+    return parse_yaml(text, path)
+
+
+def parse_yaml(text: str, where: Path | str) -> dict[str, Any]:
+    """A config's text as plain values.
+
+    Raises:
+        ConfigError: it is no YAML, or not a mapping of sections.
+    """
+    try:
+        values = yaml.safe_load(text) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read config {where}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
-        raise ConfigError(f"config {path} must be sections of `key: value`, see --help")
+        raise ConfigError(f"config {where} must be sections of `key: value`, see --help")
     return values
 
 
@@ -163,10 +185,12 @@ def _override(word: str) -> tuple[str, Any]:
 
 
 def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, overrides: Mapping[str, Any]) -> str:
-    dotted = ".".join(str(part) for part in location[:2])
-    origin = "" if dotted in overrides else f" (in {where})"
+    key = ".".join(str(part) for part in location[:2])
+    inside = [part for part in location[2:] if isinstance(part, str) and part not in VARIANTS]
+    dotted = ".".join([key, *inside])
+    origin = "" if key in overrides else f" (in {where})"
     if fault["type"] == "extra_forbidden":
-        known = list(_known_keys()) if len(location) > 1 else list(Config.model_fields)
+        known = [] if inside else list(_known_keys()) if len(location) > 1 else list(Config.model_fields)
         return f"unknown key {dotted}{_nearest(dotted, known)}{origin}"
     message = fault["msg"].removeprefix("Value error, ")
     if len(location) < 2:  # a check over several keys, which its message names

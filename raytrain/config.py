@@ -6,9 +6,9 @@ module loads neither torch nor ray, so that a mistake in a config is answered at
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 class Section(BaseModel):
@@ -22,8 +22,9 @@ class Run(Section):
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run, and of its directory. None: the config's name and the time."""
-    storage_path: Path = Path("runs")
-    """Directory that holds run directories; on a cluster, one that all nodes share."""
+    storage_path: str = "runs"
+    """Directory that holds run directories; on a cluster one that all nodes share, s3://BUCKET/FOLDER or
+    gs://BUCKET/FOLDER."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes initial weights, sample order and augmentation."""
 
@@ -190,6 +191,9 @@ class Train(Section):
     """Evaluate after every so many epochs, and at the end."""
     log_every: int = Field(default=10, ge=1)
     """Steps between logged training metrics."""
+    step_timeout_seconds: float | None = Field(default=600.0, gt=0)
+    """A step that takes longer is ended, with a message of which rank is late and where in the code, and the run goes
+    on from its newest checkpoint. None: off."""
 
     @model_validator(mode="after")
     def _check(self) -> "Train":
@@ -213,24 +217,62 @@ class Comm(Section):
     """Size of DistributedDataParallel's buckets, MiB; float reduction only."""
 
 
+class Elastic(Section):
+    """A number of workers that follows the cluster."""
+
+    min: int = Field(ge=1)
+    """Fewest workers to train with."""
+    max: int = Field(ge=1)
+    """Most workers to train with."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Elastic":
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is more than max {self.max}")
+        return self
+
+
 class Scaling(Section):
     """The workers. Changes the speed of a run, not its result."""
 
-    num_workers: int = Field(default=1, ge=1)
-    """Training processes, one a GPU, or on CPUs sharing the cores."""
+    num_workers: Annotated[
+        Annotated[int, Field(ge=1), Tag("fixed")] | Annotated[Elastic, Tag("elastic")],
+        Discriminator(lambda value: "fixed" if isinstance(value, int | float | str) else "elastic"),
+    ] = 1
+    """Training processes, one a GPU, or on CPUs sharing the cores. `{min: 1, max: 8}`: as many of them as the cluster
+    has room for; nodes that come are taken in, and when some leave the run goes on with the others."""
     use_gpu: bool | None = None
     """Train on GPUs. None: if the cluster has any."""
     cpus_per_worker: int | None = Field(default=None, ge=1)
     """CPUs of a worker, and its number of compute threads. None: an even share of the cluster's."""
+    max_failures: int = Field(default=3, ge=0)
+    """Failures within `failure_window_seconds` after which the run is started anew from its newest checkpoint; with one
+    more it fails. Workers that come and go, and stops that were asked for, do not count."""
+    failure_window_seconds: float = Field(default=3600.0, gt=0)
+    """Failures that are longer ago are forgotten."""
+    node_wait_seconds: float = Field(default=600.0, ge=0)
+    """How long a run that has begun waits for nodes when those that are left cannot hold its workers."""
+
+    @property
+    def min_workers(self) -> int:
+        """Fewest workers to train with."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
+
+    @property
+    def max_workers(self) -> int:
+        """Most workers to train with."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.max
 
 
 class Checkpoint(Section):
     """What is saved, and kept."""
 
     every_epochs: int | None = Field(default=1, ge=1)
-    """Save after every so many epochs. None: off. The end of a run is always saved."""
+    """Save after every so many epochs. None: off. The end of a run is always saved. Saving happens beside the steps."""
     every_steps: int | None = Field(default=None, ge=1)
     """Save after every so many steps. None: off."""
+    every_seconds: float | None = Field(default=None, gt=0)
+    """Save at the next logged step (train.log_every) when the last save is so long ago. None: off."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=0)
@@ -269,9 +311,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         micro_batches = self.train.global_batch_size // self.train.micro_batch_size
-        if self.scaling.num_workers > micro_batches:
+        if self.scaling.max_workers > micro_batches:
             raise ValueError(
-                f"scaling.num_workers {self.scaling.num_workers} is more than the {micro_batches} micro-batches of "
+                f"scaling.num_workers {self.scaling.max_workers} is more than the {micro_batches} micro-batches of "
                 f"{self.train.micro_batch_size} that a step has; take at most {micro_batches} workers, or a smaller "
                 f"train.micro_batch_size (it changes what batch norm sees)"
             )
@@ -283,6 +325,8 @@ class Config(Section):
         return self
 
 
+VARIANTS = ("fixed", "elastic")
+"""Of scaling.num_workers, in the places that pydantic names."""
 RECIPE_SECTIONS = ("data", "model", "optim", "schedule", "train", "comm")
 """The sections that fix a run's mathematics; the others may change when a run is resumed."""
 SPEED_KEYS = (
@@ -294,5 +338,6 @@ SPEED_KEYS = (
     "data.num_train_images",
     "comm.bucket_cap_mb",
     "train.log_every",
+    "train.step_timeout_seconds",
 )
 """Keys inside those sections that may change too."""

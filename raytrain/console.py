@@ -16,12 +16,11 @@ class Console:
 
     Args:
         plan: of the run.
-        num_workers: of the run.
         out: where to write.
     """
 
-    def __init__(self, plan: Plan, num_workers: int, out: TextIO | None = None) -> None:
-        self._plan, self._num_workers = plan, num_workers
+    def __init__(self, plan: Plan, out: TextIO | None = None) -> None:
+        self._plan, self._num_workers = plan, 0
         self._rich = Rich(file=out or sys.stdout, highlight=False, soft_wrap=True)
         self._live = Live(Text("starting"), console=self._rich, refresh_per_second=4, transient=True)
         self._epoch = 0.0
@@ -29,7 +28,6 @@ class Console:
     def __enter__(self) -> "Console":
         if self._rich.is_terminal:
             self._live.start()
-        self.show(f"starting {self._workers()}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,6 +51,11 @@ class Console:
             )
         elif "train/loss" in metrics:
             self.show(self._progress(step, metrics))
+
+    def workers(self, num_workers: int) -> None:
+        """Workers are being started."""
+        self._num_workers = num_workers
+        self.show(f"starting {self._workers()}")
 
     def _workers(self) -> str:
         return f"{self._num_workers} worker{'s' if self._num_workers > 1 else ''}"

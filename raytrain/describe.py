@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from raytrain.config import Config
+from raytrain.config import Config, Scaling
 from raytrain.plan import Plan, deal, idle_fraction, make_plan
 from raytrain.schedule import make_schedule
 
@@ -17,7 +17,7 @@ def derived(config: Config, num_images: int) -> dict[str, Any]:
     plan = make_plan(config.train, num_images)
     schedule = make_schedule(config, plan)
     micro_batches = len(plan.micro_batches(0))
-    most = len(deal(micro_batches, config.scaling.num_workers)[0])
+    most = len(deal(micro_batches, config.scaling.max_workers)[0])
     return {
         "num_train_images": num_images,
         "steps_per_epoch": plan.steps_per_epoch,
@@ -38,7 +38,7 @@ def dry_run_text(config: Config, num_images: int) -> str:
     plan = make_plan(config.train, num_images)
     schedule = make_schedule(config, plan)
     workers, micro_batches = (
-        config.scaling.num_workers,
+        config.scaling.max_workers,
         config.train.global_batch_size // config.train.micro_batch_size,
     )
     hands = [len(hand) for hand in deal(micro_batches, workers)]
@@ -49,11 +49,16 @@ def dry_run_text(config: Config, num_images: int) -> str:
         "images": f"{num_images:,} for training, {plan.steps_per_epoch:,} steps per epoch, {_last_step(plan)}",
         "length": f"{plan.total_steps:,} steps, {plan.total_steps / plan.steps_per_epoch:.6g} epochs",
         "step": f"{batch:,} images in {micro_batches} micro-batches of {micro}",
-        "workers": f"{workers}, with {_hands(hands)} a step; {idle:.0%} of their time lost to uneven shares",
+        "workers": f"{_range(config.scaling)}{workers}, with {_hands(hands)} a step; "
+        f"{idle:.0%} of their time lost to uneven shares",
         "learning rate": f"peak {schedule.peak:g}, {schedule.warmup_steps:,} warm-up steps, "
         f"then {schedule.decay} to {last_lr:g}",
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def _range(scaling: Scaling) -> str:
+    return f"{scaling.min_workers} to " if scaling.min_workers < scaling.max_workers else ""
 
 
 def _hands(hands: list[int]) -> str:

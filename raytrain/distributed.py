@@ -1,5 +1,6 @@
 """Which process this is, on which device, and the collectives that the rest uses."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch._C import _distributed_c10d
 
 from raytrain.errors import ConfigError, ResourceError
 
@@ -95,3 +97,12 @@ def check_precision(precision: str, device_type: str) -> None:
     """Raises ConfigError where a device cannot train in a precision."""
     if precision == "fp16" and device_type == "cpu":
         raise ConfigError("train.precision fp16 is 20 times slower than fp32 on CPUs; take auto, bf16 or fp32")
+
+
+def flight_recorder() -> str:
+    """The collectives that this process has been in of late, as JSON, where this torch records them; or nothing."""
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(_distributed_c10d, name, None)) is not None:
+            text = dump().decode()
+            return text if json.loads(text).get("entries") else ""
+    return ""

@@ -7,7 +7,8 @@
     │   ├── ResourceError        CPUs, GPUs, nodes
     │   ├── RunError             the run directory: exists already, or does not, or cannot be written
     │   ├── CheckpointError      no checkpoint that verifies
-    │   └── TrackingError        MLflow cannot be reached or written
+    │   └── TrackingError        MLflow refuses to store
+    │       └── TrackerDownError MLflow does not answer
     ├── NonFiniteError       1   a loss or a weight is no longer a number
     ├── WorkerError          1   a worker process died or raised
     └── StoppedError   130/143   Ctrl-C or SIGTERM
@@ -53,6 +54,10 @@ class CheckpointError(UserError):
 
 class TrackingError(UserError):
     """MLflow cannot be reached, or refuses to store."""
+
+
+class TrackerDownError(TrackingError):
+    """MLflow cannot be reached, or does not answer; it may at another time."""
 
 
 class NonFiniteError(RaytrainError):

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -21,15 +21,25 @@ from raytrain.data.source import Sources
 from raytrain.distributed import Runtime, resolve_precision
 from raytrain.errors import ConfigError, NonFiniteError, StoppedError
 from raytrain.evaluation import evaluate
+from raytrain.monitor import Monitor
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
+from raytrain.saver import Saver
 from raytrain.schedule import make_schedule
 from raytrain.state import Progress, TrainState
+from raytrain.storage import Storage
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, recorder: Recorder) -> Progress:
+def train(  # noqa: PLR0915 - a loop is best read from top to bottom
+    config: Config,
+    runtime: Runtime,
+    sources: Sources,
+    folder: Storage,
+    recorder: Recorder,
+    monitor: Monitor | None = None,
+) -> Progress:
     """Trains to the end, from the newest valid checkpoint in the folder where there is one. All ranks must call.
 
     Args:
@@ -38,16 +48,18 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         sources: the training and the validation set.
         folder: of the run's checkpoints, one that all ranks see.
         recorder: takes the metrics, on rank 0.
+        monitor: is told where this rank is.
 
     Raises:
         ConfigError: recipe and data do not fit each other, or the ranks' devices each other.
         DataError: an image cannot be read, or too many where they are skipped, or the data is not what the checkpoint
             was trained on.
         CheckpointError: the checkpoint is of another recipe.
-        RunError: a checkpoint cannot be written; on rank 0.
-        NonFiniteError: a loss is not finite, on all ranks; or a weight before it is saved, on rank 0.
+        RunError: the last checkpoint cannot be written; on rank 0.
+        NonFiniteError: a loss is not finite, on all ranks; or a weight that was to be saved, on rank 0.
         StoppedError: a rank was asked to stop; on all ranks, after a checkpoint.
     """
+    monitor = monitor or Monitor()
     identity = agree_on_data(sources, runtime)
     plan = make_plan(config.train, len(sources.train.labels))
     learning_rate = make_schedule(config, plan)
@@ -59,10 +71,11 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         check_same_data(path, checkpoint.load_state(path), identity)
         state.load(path)
         recorder.note(f"resuming after step {state.progress.step} from {path}")
-    recorder.start(state.progress.step)
+    identity |= {"precision": precision, "config": dump(config)}
 
     bad_images = BadImages.of_sets(config.data, sources)
     progress, every = state.progress, config.checkpoint
+    saver = Saver(folder, every.keep_last, every.keep_best, recorder.warn, before=recorder.flush)
     steps = range(progress.step, plan.total_steps)
     batches = train_batches(
         sources.train,
@@ -77,63 +90,64 @@ def train(config: Config, runtime: Runtime, sources: Sources, folder: Path, reco
         bad_images.get("train"),
     )
     window = Window()
-    for step in steps:
-        own = window.wait_for(batches)
-        micro_batches = plan.micro_batches(step)
-        images = micro_batches[-1].stop - micro_batches[0].start
-        lr = learning_rate(step - progress.skipped_steps)
+    with closing(saver), closing(batches):
+        for step in steps:
+            monitor.begin(step, "data")
+            own = window.wait_for(batches)
+            micro_batches = plan.micro_batches(step)
+            images = micro_batches[-1].stop - micro_batches[0].start
+            lr = learning_rate(step - progress.skipped_steps)
 
-        totals = compute_gradients(config, state, own, len(micro_batches), images, step, precision, runtime)
-        state.batchnorm.update(totals.batchnorm / len(micro_batches), step + 1)
-        applied = update(state, lr, config.train.clip_grad_norm)
-        progress.step, progress.metrics = step + 1, {}
-        progress.skipped_steps += not applied
-        window.add(step, lr, totals)
-
-        is_last = progress.step == plan.total_steps
-        epoch = progress.step / plan.steps_per_epoch
-        eval_due = is_last or epoch % config.train.eval_every_epochs == 0
-        save_due = is_last or _is_multiple(epoch, every.every_epochs) or _is_multiple(progress.step, every.every_steps)
-        log_due = eval_due or save_due or progress.step % config.train.log_every == 0
-        stopping = window.check() if log_due or runtime.device.type == "cpu" else False
-        if not (log_due or stopping):
-            continue
-
-        progress.train_seconds += window.seconds()
-        skipped = {"train/skipped_steps": progress.skipped_steps} if precision == "fp16" else {}
-        recorder.metrics(
-            progress.step, {"epoch": epoch, **window.metrics(), **skipped, **_report_bad(bad_images, runtime, recorder)}
-        )
-        if eval_due:
-            own_batches = eval_batches(
-                sources.val,
-                config.data,
-                config.train.micro_batch_size,
-                runtime.rank,
-                runtime.world_size,
-                num_threads,
-                runtime.device,
-                bad_images.get("val"),
+            totals = compute_gradients(
+                config, state, own, len(micro_batches), images, step, precision, runtime, monitor
             )
-            progress.take_score(evaluate(state.evaluated, own_batches, num_classes, runtime))
-            recorder.metrics(progress.step, {**progress.metrics, **_report_bad(bad_images, runtime, recorder)})
-        if (save_due or stopping) and runtime.rank == 0:
-            description = {
-                "epoch": epoch,
-                "images_seen": plan.images_seen(progress.step),
-                "precision": precision,
-                **identity,
-                "config": dump(config),
-            }
-            state.save(folder, description)
-            checkpoint.prune(folder, every.keep_last, every.keep_best)
-        if stopping and not is_last:
-            runtime.barrier()  # the first rank to raise may take the others with it, rank 0 in its checkpoint too
-            raise StoppedError(
-                f"stopped after step {progress.step} of {plan.total_steps}; its checkpoint is in {folder}",
-                runtime.stop_requested() or signal.SIGTERM,
-            )
-        window = Window()
+            monitor.enter("update")
+            state.batchnorm.update(totals.batchnorm / len(micro_batches), step + 1)
+            applied = update(state, lr, config.train.clip_grad_norm)
+            progress.step, progress.metrics = step + 1, {}
+            progress.skipped_steps += not applied
+            window.add(step, lr, totals)
+
+            is_last = progress.step == plan.total_steps
+            epoch = progress.step / plan.steps_per_epoch
+            eval_due = is_last or epoch % config.train.eval_every_epochs == 0
+            save_due = is_last or saver.is_due(progress.step, epoch, every)
+            log_due = eval_due or save_due or progress.step % config.train.log_every == 0
+            stopping = window.check() if log_due or runtime.device.type == "cpu" else False
+            if not (log_due or stopping):
+                continue
+
+            progress.train_seconds += window.seconds()
+            skipped = {"train/skipped_steps": progress.skipped_steps} if precision == "fp16" else {}
+            bad = {} if eval_due else _report_bad(bad_images, runtime, recorder)
+            recorder.metrics(progress.step, {"epoch": epoch, **window.metrics(), **skipped, **bad})
+            if eval_due:
+                own_batches = eval_batches(
+                    sources.val,
+                    config.data,
+                    config.train.micro_batch_size,
+                    runtime.rank,
+                    runtime.world_size,
+                    num_threads,
+                    runtime.device,
+                    bad_images.get("val"),
+                )
+                monitor.enter("evaluation")
+                progress.take_score(evaluate(state.evaluated, monitor.each(own_batches), num_classes, runtime))
+                recorder.metrics(progress.step, {**progress.metrics, **_report_bad(bad_images, runtime, recorder)})
+            if (save_due or stopping or saver.is_late(every)) and runtime.rank == 0:
+                monitor.enter("checkpoint")
+                described = {"epoch": epoch, "images_seen": plan.images_seen(progress.step), **identity}
+                saver.save(*state.parts(described))
+                if is_last or stopping:
+                    saver.finish()
+            if stopping and not is_last:
+                runtime.barrier()  # the first rank to raise may take the others with it, rank 0 in its checkpoint too
+                raise StoppedError(
+                    f"stopped after step {progress.step} of {plan.total_steps}; its checkpoint is in {folder}",
+                    runtime.stop_requested() or signal.SIGTERM,
+                )
+            window = Window()
     return progress
 
 
@@ -146,6 +160,7 @@ def compute_gradients(
     step: int,
     precision: str,
     runtime: Runtime,
+    monitor: Monitor,
 ) -> Totals:
     """Leaves the gradient of the mean loss over the step's images in the parameters. All ranks must call.
 
@@ -158,6 +173,7 @@ def compute_gradients(
         step: its number.
         precision: "fp32", "bf16" or "fp16".
         runtime: this process.
+        monitor: is told where this rank is.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     while True:
@@ -166,13 +182,16 @@ def compute_gradients(
             # what a network draws at random, as in dropout, follows from the micro-batch, not from who computes it
             torch.manual_seed(int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0]))
             with state.reduction.micro_batch(last=number + 1 == own.first + len(own.batches)):
+                monitor.enter("forward")
                 with torch.autocast(runtime.device.type, dtype, enabled=dtype is not None):
                     logits = state.reduction.module(batch.images)
                 loss = functional.cross_entropy(
                     logits, batch.labels, reduction="sum", label_smoothing=config.train.label_smoothing
                 )
+                monitor.enter("backward")
                 state.scaler.scale(loss / images).backward()
             state.reduction.add(loss.detach(), batch.count)
+        monitor.enter("all-reduce")
         totals = state.reduction.finish(runtime.stop_requested())
         if totals is not None:
             break
@@ -262,7 +281,7 @@ class Window:
         }
 
 
-def _agree_on_checkpoint(folder: Path, runtime: Runtime, recorder: Recorder) -> Path | None:
+def _agree_on_checkpoint(folder: Storage, runtime: Runtime, recorder: Recorder) -> Storage | None:
     """The newest valid checkpoint, which rank 0 looks for. All ranks must call."""
     found = [checkpoint.newest_valid(folder, recorder.warn) if runtime.rank == 0 else None]
     if runtime.world_size > 1:
@@ -284,7 +303,3 @@ def _report_bad(bad_images: Mapping[str, BadImages], runtime: Runtime, recorder:
         recorder.bad_images(split, bad.share(runtime))
         bad.check()
     return {"data/bad_images": float(sum(len(bad) for bad in bad_images.values()))} if bad_images else {}
-
-
-def _is_multiple(value: float, of: int | None) -> bool:
-    return of is not None and value % of == 0

@@ -25,11 +25,11 @@ from raytrain.data.folder import open_folder
 from raytrain.data.origin import SPLITS, Origin, split_folder, split_of
 from raytrain.data.parquet import open_parquet
 from raytrain.data.shards import DATASET_FILE, Dataset, open_shards
-from raytrain.data.storage import Storage
 from raytrain.data.transcode import Settings
 from raytrain.data.webdataset import open_webdataset
 from raytrain.distributed import available_cores
 from raytrain.errors import DataError, WorkerError
+from raytrain.storage import Storage
 
 GIB = 2**30
 PROGRESS_SECONDS = 5.0

@@ -1,8 +1,12 @@
 """A run in the processes that torchrun started, without Ray: `torchrun --nproc-per-node 2 -m raytrain.fit ...`."""
 
-import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,11 +19,16 @@ from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime, check_precision, torchrun_runtime
 from raytrain.errors import RaytrainError
 from raytrain.model import check_model
+from raytrain.monitor import Monitor, describe_hang
 from raytrain.plan import make_plan
+from raytrain.results import finishing, summary
 from raytrain.schedule import make_schedule
+from raytrain.signals import listen, signal_to_stop
 from raytrain.worker import work
 
 T = TypeVar("T")
+
+STACKS_SECONDS = 2.0
 
 
 def run_standalone(request: Request) -> None:
@@ -30,12 +39,8 @@ def run_standalone(request: Request) -> None:
     Raises:
         RaytrainError: any of the tree, on every rank where it is a user's error.
     """
-    stop: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, _: stop.append(number))
-    runtime = replace(
-        torchrun_runtime(use_gpu=request.config.scaling.use_gpu), stop_requested=lambda: stop[0] if stop else 0
-    )
+    listen()
+    runtime = replace(torchrun_runtime(use_gpu=request.config.scaling.use_gpu), stop_requested=signal_to_stop)
     try:
         _run(request, runtime)
     finally:
@@ -43,10 +48,10 @@ def run_standalone(request: Request) -> None:
 
 
 def _run(request: Request, runtime: Runtime) -> None:
-    config, path = _on_rank_0(runtime, lambda: runs.resolve(request))
-    if _on_rank_0(runtime, lambda: runs.is_finished(path)):
+    config, folder = _on_rank_0(runtime, lambda: runs.resolve(request))
+    if _on_rank_0(runtime, lambda: runs.is_finished(folder)):
         if runtime.rank == 0:
-            print(f"run {path.name} is finished\n{runs.summary(path)}")
+            print(f"run {folder.name} is finished\n{summary(folder)}")
         return
     # the checks of a user's mistakes come to the same on all ranks
     config = runs.with_workers(config, runtime.world_size)
@@ -58,16 +63,43 @@ def _run(request: Request, runtime: Runtime) -> None:
     with ExitStack() as stack:
 
         def start() -> runs.Run:
-            stack.enter_context(runs.claim(path, resume="--resume" in request.flags))
+            stack.enter_context(runs.claim(folder, resume="--resume" in request.flags))
             tags = runs.place_tags(runtime.world_size, runtime.device.type)
-            return runs.start(config, path, plan.num_images, tags)
+            return runs.next_attempt(runs.start(config, folder, plan.num_images, tags, _warn))
 
         run = _on_rank_0(runtime, start)
-        if runtime.rank != 0:
-            work(run, runtime, lambda _: None, sources)
-            return
-        with Console(plan, runtime.world_size) as console, runs.finishing(run, console):
-            work(run, runtime, console.handle, sources)
+        monitor = Monitor(runtime.rank, socket.gethostname())
+        with _watching(monitor, config.train.step_timeout_seconds):
+            if runtime.rank != 0:
+                work(run, runtime, lambda _: None, monitor, sources)
+                return
+            with Console(plan) as console, finishing(run, console):
+                console.workers(runtime.world_size)
+                work(run, runtime, console.handle, monitor, sources)
+
+
+@contextmanager
+def _watching(monitor: Monitor, limit_seconds: float | None) -> Iterator[None]:
+    """Ends this process, with a message, where a step takes too long; torchrun then ends the others."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(1.0):
+            status = monitor.status(stack=True)
+            if limit_seconds is not None and status.seconds > limit_seconds and status.phase != "start":
+                print("raytrain: " + "\n".join(describe_hang([status], limit_seconds)), file=sys.stderr, flush=True)
+                time.sleep(STACKS_SECONDS)  # for the others to say where they are
+                os._exit(1)
+
+    threading.Thread(target=watch, name="watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}")
 
 
 def _on_rank_0(runtime: Runtime, call: Callable[[], T]) -> T:

@@ -1,7 +1,6 @@
 """Everything that a step changes, and its way into a checkpoint and back."""
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,9 +9,10 @@ from raytrain import checkpoint
 from raytrain.comm import make_reduction
 from raytrain.config import Config
 from raytrain.distributed import Runtime
-from raytrain.errors import CheckpointError
+from raytrain.errors import CheckpointError, RunError
 from raytrain.model import Classifier, StepBatchNorm, build_model
 from raytrain.optim import make_ema, make_optimizer
+from raytrain.storage import Storage
 
 
 @dataclass
@@ -64,12 +64,13 @@ class TrainState:
         """The network that is evaluated and exported: the moving average where there is one."""
         return self.model if self.ema is None else cast("Classifier", self.ema.module)
 
-    def save(self, folder: Path, description: dict[str, Any]) -> Path:
-        """Writes a checkpoint with a description beside the progress; one rank calls.
+    def parts(
+        self, description: dict[str, Any]
+    ) -> tuple[int, dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
+        """Step, weights, training state and description, as `checkpoint.save` takes them. They are views, no copies.
 
-        Raises:
-            NonFiniteError: a weight is not finite.
-            RunError: it cannot be written.
+        Args:
+            description: what state.json is to say beside the progress; plain JSON values.
         """
         weights = {"model": self.model.body.state_dict()}
         if self.ema is not None:
@@ -81,9 +82,9 @@ class TrainState:
             "ema_updates": 0 if self.ema is None else int(self.ema.n_averaged),
         }
         state = {"metrics": self.progress.metrics, "progress": asdict(self.progress), **description}
-        return checkpoint.save(folder, self.progress.step, weights, training, state)
+        return self.progress.step, weights, training, state
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Storage) -> None:
         """Takes over a checkpoint, of any number of workers; all ranks call.
 
         Raises:
@@ -99,6 +100,6 @@ class TrainState:
             self.scaler.load_state_dict(training["scaler"])
             self.reduction.load_state_dict(training["reduction"])
             self.progress = Progress(**state["progress"])
-        except (RuntimeError, ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        except (RuntimeError, ValueError, KeyError, TypeError, RunError) as error:
             raise CheckpointError(f"checkpoint {path} does not fit this config: {error}") from error
         self.batchnorm.reload()

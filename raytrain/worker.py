@@ -1,76 +1,51 @@
 """What one process of a run does, whoever started it.
 
-No Ray here: `launch` calls `work` from inside the processes that Ray starts, `standalone` from torchrun's.
+No Ray here: `attempt` calls `work` from inside the processes that Ray starts, `standalone` from torchrun's.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from raytrain.checkpoint import saved
 from raytrain.data.source import Sources, open_sources
 from raytrain.distributed import Runtime
 from raytrain.loop import train
-from raytrain.recorder import Listener, Recorder
+from raytrain.monitor import Monitor
+from raytrain.recorder import Listener, Recorder, read_metrics
 from raytrain.run import Run
 from raytrain.state import Progress
 from raytrain.tracking import MetricSender
 
-STOP_POLL_SECONDS = 0.5
 CLOSE_SENDER_SECONDS = 15.0
 
 
-def work(run: Run, runtime: Runtime, listener: Listener, sources: Sources | None = None) -> Progress:
+def work(run: Run, runtime: Runtime, listener: Listener, monitor: Monitor, sources: Sources | None = None) -> Progress:
     """Trains as one rank of a run. All ranks must call.
-
-    The run is asked to stop by `request_stop`, or by the runtime's own `stop_requested`.
 
     Args:
         run: what to do.
         runtime: this process.
         listener: takes rank 0's events; must not raise or wait.
+        monitor: is told where this rank is.
         sources: the images, where they are open already.
 
     Raises:
+        RunError: the run directory is not the one that all ranks see, or this one cannot write it.
         RaytrainError: see `loop.train`.
     """
+    run.check_attempt()
+    if runtime.rank == 0 and not saved(run.checkpoints):  # later a disk that is full for a while ends nothing
+        run.check_writable()
     sources = sources or open_sources(run.config.data)
     if runtime.rank != 0:
-        return train(run.config, runtime, sources, run.checkpoints, Recorder())
-    with _watch_for_stop(run, runtime) as watching, sending(run, listener) as send:
-        recorder = Recorder(run.path / "metrics.jsonl", listener, send)
+        return train(run.config, runtime, sources, run.checkpoints, Recorder(), monitor)
+    with sending(run, listener) as send:
+        recorder = Recorder(run.folder, listener, send, guard=run.check_attempt)
         try:
-            return train(run.config, watching, sources, run.checkpoints, recorder)
+            return train(run.config, runtime, sources, run.checkpoints, recorder, monitor)
         finally:
             recorder.close()
-
-
-def request_stop(run: Run, signum: int) -> None:
-    """Asks a run, on whatever machine it is, to stop after its present step."""
-    (run.path / "stop").write_text(str(signum), encoding="utf-8")
-
-
-@contextmanager
-def _watch_for_stop(run: Run, runtime: Runtime) -> Iterator[Runtime]:
-    """A runtime that also knows of `request_stop`. The file is looked for beside the steps."""
-    found: list[int] = []
-    done = threading.Event()
-
-    def watch(path: Path) -> None:
-        while not done.wait(STOP_POLL_SECONDS):
-            if path.exists() and (text := path.read_text(encoding="utf-8")):
-                found.append(int(text))
-                return
-
-    thread = threading.Thread(target=watch, args=(run.path / "stop",), name="stop-watch", daemon=True)
-    thread.start()
-    try:
-        yield replace(runtime, stop_requested=lambda: found[0] if found else runtime.stop_requested())
-    finally:
-        done.set()
-        thread.join()
 
 
 @contextmanager
@@ -83,11 +58,13 @@ def sending(run: Run, listener: Listener) -> Iterator[Listener]:
     def warn(text: str) -> None:
         listener({"kind": "warning", "text": text})
 
-    sender = MetricSender(run.tracked, warn, system_metrics=run.config.tracking.system_metrics)
+    sender = MetricSender(
+        run.tracked, warn, read_metrics(run.folder), system_metrics=run.config.tracking.system_metrics
+    )
 
     def send(event: dict[str, Any]) -> None:
         if event["kind"] == "metrics":
-            sender.send(event["metrics"], event["step"])
+            sender.send(event["row"])
 
     try:
         yield send

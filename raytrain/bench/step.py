@@ -27,9 +27,11 @@ from raytrain.commandline import parse
 from raytrain.config import Config
 from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime, available_cores, resolve_precision
+from raytrain.errors import RunError
 from raytrain.loop import AUTOCAST_DTYPES, train
 from raytrain.model import build_model
 from raytrain.recorder import Listener, Recorder
+from raytrain.storage import Storage
 
 RATIOS = {
     "raytrain_vs_bare_ddp": ("raytrain", "bare_ddp"),
@@ -174,8 +176,8 @@ def _raytrain_side(runtime: Runtime, steps: int, folder: Path, reduction: str, b
     """`train` as it is. The recorder, which every rank has here, ends a turn when it is told the metrics."""
     config = _quickstart(reduction)
     config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": steps})})
-    directory = folder / reduction
-    directory.mkdir(exist_ok=True)
+    (folder / reduction).mkdir(exist_ok=True)
+    directory = Storage(folder / reduction, RunError)
 
     def end_turn(event: dict[str, Any]) -> None:
         if event["kind"] == "metrics":
@@ -185,16 +187,16 @@ def _raytrain_side(runtime: Runtime, steps: int, folder: Path, reduction: str, b
         listeners: list[Listener] = [end_turn]
         if runtime.rank == 0 and find_spec("mlflow"):
             listeners.insert(0, stack.enter_context(_send_to_mlflow(config, directory)))
-        recorder = Recorder(directory / "metrics.jsonl" if runtime.rank == 0 else None, *listeners)
+        recorder = Recorder(directory if runtime.rank == 0 else None, *listeners)
         baton.wait()
         train(config, runtime, open_sources(config.data), directory, recorder)
 
 
-def _send_to_mlflow(config: Config, directory: Path) -> AbstractContextManager[Listener]:
+def _send_to_mlflow(config: Config, directory: Storage) -> AbstractContextManager[Listener]:
     from raytrain import tracking
     from raytrain.run import Run
     from raytrain.worker import sending
 
-    uri = f"sqlite:///{directory / 'mlflow.db'}"
+    uri = f"sqlite:///{directory.path / 'mlflow.db'}"
     tracked = tracking.start_run(uri, "bench", name="bench", params={}, tags={}, config="")
     return sending(Run(config, directory, tracked), lambda _: None)

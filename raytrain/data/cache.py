@@ -17,9 +17,9 @@ from pathlib import Path
 from raytrain.data.convert import finish, plan, undone, write_part
 from raytrain.data.origin import Origin
 from raytrain.data.shards import DATASET_FILE, ArrowSource, Dataset
-from raytrain.data.storage import Storage
 from raytrain.data.transcode import Settings
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 GIB = 2**30
 SHARD_BYTES = GIB

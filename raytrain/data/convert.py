@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 from raytrain.data.origin import Origin, Piece, Sample
 from raytrain.data.shards import DATASET_FILE, Dataset, Shard, ShardWriter
-from raytrain.data.storage import Storage
 from raytrain.data.transcode import Settings, Stored, transcode
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 PARTS = "parts"
 """The folder of records, which goes when the dataset is whole."""

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from raytrain.data.origin import IMAGE_SUFFIXES, Origin, Sample, fingerprint, renumbered
-from raytrain.data.storage import Storage, StoredFile
 from raytrain.errors import DataError
+from raytrain.storage import Storage, StoredFile
 
 PIECE_BYTES = 2**24
 SETTLED_SECONDS = 2.0

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from raytrain.data.source import Sources
 from raytrain.distributed import Runtime
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 
 def agree_on_data(sources: Sources, runtime: Runtime) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def agree_on_data(sources: Sources, runtime: Runtime) -> dict[str, Any]:
     return own
 
 
-def check_same_data(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_data(path: Storage, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Compares with what a checkpoint holds: labels and the order of samples mean something else in other data.
 
     Raises:

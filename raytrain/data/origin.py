@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from raytrain.data.storage import Storage, StoredFile
 from raytrain.errors import DataError
+from raytrain.storage import Storage, StoredFile
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation")}

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from raytrain.data.origin import Origin, Sample, describe, fingerprint, split_files
-from raytrain.data.storage import Storage
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 SLICE_ROWS = 64
 """Rows in memory at once, unless they are large."""

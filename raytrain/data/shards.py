@@ -23,8 +23,8 @@ import pyarrow as pa
 import torch
 
 from raytrain.data.origin import Origin, Sample, renumbered
-from raytrain.data.storage import COPY_BYTES, Storage, flush
 from raytrain.errors import DataError
+from raytrain.storage import COPY_BYTES, Storage, flush
 
 FORMAT = 1
 BATCH_BYTES = 2**26

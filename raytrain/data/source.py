@@ -18,9 +18,9 @@ from raytrain.data.folder import FolderSource, open_folder
 from raytrain.data.origin import split_folder
 from raytrain.data.parquet import open_parquet
 from raytrain.data.shards import ArrowSource
-from raytrain.data.storage import Storage
 from raytrain.data.webdataset import open_webdataset
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 Note = Callable[[str], None]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import IO, NamedTuple, cast
 
 from raytrain.data.origin import IMAGE_SUFFIXES, Origin, Sample, describe, fingerprint, split_files
-from raytrain.data.storage import Storage
 from raytrain.errors import DataError
+from raytrain.storage import Storage
 
 CLASS_NAMES_FILE = "classnames.txt"
 

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class TrackedRun:
     experiment: str
     """The name of the experiment."""
     run_id: str
-    last_steps: dict[str, int] = field(default_factory=dict)
-    """For each metric, the highest step that is stored already; empty in a new run."""
+    start_time: int = 0
+    """When the run began, milliseconds since 1970."""
 
 
 def import_client() -> "type[MlflowClient]":

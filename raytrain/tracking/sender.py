@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from raytrain.tracking.client import (
     TrackedRun,
@@ -31,20 +31,38 @@ MACHINE_EVERY_SECONDS = 10.0
 """How often CPU, memory, disk, network and GPU are read."""
 
 
+class Point(NamedTuple):
+    """A value of a metric, as MLflow takes it."""
+
+    key: str
+    value: float
+    milliseconds: int
+    step: int
+
+
 class MetricSender:
     """Sends metrics to a run from a thread of its own. For the worker of rank 0.
 
-    While the tracker fails, values wait in memory and are tried again, at longer and longer intervals; an
-    outage costs one warning, from the thread. A value is sent with the time of `send`, and MLflow keeps one
-    of equal (metric, step, time, value): a request that was stored though its answer was lost does no harm.
+    A value is sent with the time at which it was recorded, and MLflow keeps one of equal (metric, step, time, value):
+    so a request that was stored though its answer was lost, by this process or by one that was killed, does no harm.
+    While the tracker fails, values wait in memory and are tried again, at longer and longer intervals; an outage costs
+    one warning, from the thread.
+
+    Args:
+        run: The run.
+        warn: Called from the thread.
+        rows: What metrics.jsonl has so far; what of them the run lacks is sent first.
+        system_metrics: Whether to send the machine's state too.
     """
 
-    def __init__(self, run: TrackedRun, warn: Warn, *, system_metrics: bool = False) -> None:
+    def __init__(
+        self, run: TrackedRun, warn: Warn, rows: Sequence[Mapping[str, float]] = (), *, system_metrics: bool = False
+    ) -> None:
         self._run = run
         self._warn = warn
         self._system_metrics = system_metrics
-        self._last_steps = dict(run.last_steps)
-        self._waiting: list[tuple[str, float, int, int]] = []  # key, value, milliseconds, step
+        self._earlier = list(rows)
+        self._waiting: list[Point] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._client: MlflowClient | None = None
@@ -55,22 +73,16 @@ class MetricSender:
         self._thread = threading.Thread(target=self._work, name="tracking-sender", daemon=True)
         self._thread.start()
 
-    def send(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the metrics of a step; returns at once and never raises.
+    def send(self, row: Mapping[str, float]) -> None:
+        """Queue a row of metrics.jsonl; returns at once and never raises.
 
-        A (metric, step) at or before one that was sent is dropped: a resumed run repeats steps. So is a value
-        that is not finite: MLflow would show infinity as 1.8e308.
+        A value that is not finite is dropped: MLflow would show infinity as 1.8e308.
         """
-        now = int(time.time() * 1000)
+        points = _points(row)
         with self._lock:
-            for key, value in metrics.items():
-                if step <= self._last_steps.get(key, -1) or not math.isfinite(value):
-                    continue
-                if len(self._waiting) >= MAX_WAITING_POINTS:
-                    self._lost += 1
-                    continue
-                self._last_steps[key] = step
-                self._waiting.append((key, float(value), now, step))
+            room = max(0, MAX_WAITING_POINTS - len(self._waiting))
+            self._waiting += points[:room]
+            self._lost += len(points[room:])
 
     def close(self, timeout_s: float) -> int:
         """Send what is waiting, in one try, and stop.
@@ -93,10 +105,21 @@ class MetricSender:
         while not closing:
             closing = self._closing.wait(pause)
             next(machine, None)
-            sent = True
+            sent = self._send_earlier()
             while sent and self._waiting:
                 sent = self._deliver()
             pause = SEND_EVERY_SECONDS if sent else min(2 * pause, MAX_SEND_EVERY_SECONDS)
+
+    def _send_earlier(self) -> bool:
+        """Sends what a process before this one recorded, and was killed before it could send."""
+        if self._earlier:
+            try:
+                store_missing(self._run, self._earlier)
+            except Exception as error:  # noqa: BLE001 - no failure of the tracker is one of the training
+                self._fail(reason(error))
+                return False
+            self._earlier.clear()
+        return True
 
     def _deliver(self) -> bool:
         """Sends a request's worth of values. Returns whether they wait no longer."""
@@ -143,8 +166,6 @@ class MetricSender:
         except Exception as error:  # noqa: BLE001 - a library or a driver is missing
             self._warn(f"tracking.system_metrics: the machine cannot be watched: {reason(error)}")
             return
-        stored = [step for key, step in self._last_steps.items() if key.startswith("system/")]
-        step = max(stored, default=-1) + 1
         due = time.monotonic() + MACHINE_EVERY_SECONDS
         while True:
             yield
@@ -153,9 +174,10 @@ class MetricSender:
                 for reader in monitor.monitors:
                     reader.clear_metrics()
                 monitor.collect_metrics()
-                readings = monitor.aggregate_metrics()
-                self.send({f"system/{key}": value for key, value in readings.items()}, step)
-                step += 1
+                readings = {f"system/{key}": value for key, value in monitor.aggregate_metrics().items()}
+                now = time.time()
+                # a step that no process before or after this one has
+                self.send({"time": now, "step": int(now - self._run.start_time / 1000), **readings})
 
 
 def log_missing(run: TrackedRun, rows: Sequence[Mapping[str, float]], warn: Warn) -> bool:
@@ -170,19 +192,29 @@ def log_missing(run: TrackedRun, rows: Sequence[Mapping[str, float]], warn: Warn
         Whether MLflow has all of them now.
     """
     with warned(run, "metrics", warn):
-        client, info = connect(run)
-        from mlflow.entities import Metric
-
-        with request_limits(retries=1):
-            keys = {key for row in rows for key in row} - {"step", "time"}
-            stored = {(key, point.step) for key in keys for point in client.get_metric_history(info.run_id, key)}
-            missing = [
-                Metric(key, value, int(row["time"] * 1000), int(row["step"]))
-                for row in rows
-                for key, value in row.items()
-                if key in keys and (key, row["step"]) not in stored and math.isfinite(value)
-            ]
-            for first in range(0, len(missing), 1000):  # MLflow takes 1000 in a request
-                client.log_batch(info.run_id, metrics=missing[first : first + 1000])
+        store_missing(run, rows)
         return True
     return False
+
+
+def store_missing(run: TrackedRun, rows: Sequence[Mapping[str, float]]) -> None:
+    """As `log_missing`, and raises what MLflow raises."""
+    client, info = connect(run)
+    from mlflow.entities import Metric
+
+    with request_limits(retries=1):
+        points = [point for row in rows for point in _points(row)]
+        keys = {point.key for point in points}
+        stored = {(key, point.step) for key in keys for point in client.get_metric_history(info.run_id, key)}
+        missing = [Metric(*point) for point in points if (point.key, point.step) not in stored]
+        for first in range(0, len(missing), 1000):  # MLflow takes 1000 in a request
+            client.log_batch(info.run_id, metrics=missing[first : first + 1000])
+
+
+def _points(row: Mapping[str, float]) -> list[Point]:
+    when = round(row["time"] * 1000)
+    return [
+        Point(key, float(value), when, int(row["step"]))
+        for key, value in row.items()
+        if key not in ("step", "time") and math.isfinite(value)
+    ]

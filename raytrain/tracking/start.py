@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from raytrain.errors import TrackingError
+from raytrain.errors import TrackerDownError, TrackingError
 from raytrain.tracking.client import TrackedRun, Warn, import_client, reason, request_limits, shown, warned
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def start_run(
         run_id: A run to go on with. It is set back to RUNNING; its name, parameters and tags stay.
 
     Raises:
-        TrackingError: The store cannot be reached or written, or the experiment was deleted. With a server,
-            within 10 seconds of the import of MLflow.
+        TrackerDownError: The store cannot be reached. With a server, within 10 seconds of the import of MLflow.
+        TrackingError: It cannot be written, or the experiment or the run was deleted.
     """
     client_type = import_client()
 
@@ -100,7 +100,9 @@ def start_run(
     except TrackingError:
         raise
     except Exception as error:
-        raise TrackingError(
+        # of what a server that works refuses there is no end to be waited for
+        refused = getattr(error, "error_code", "INTERNAL_ERROR") != "INTERNAL_ERROR"
+        raise (TrackingError if refused else TrackerDownError)(
             f"MLflow at {shown(uri)} cannot be used: {reason(error)}. Start the server, correct "
             f"tracking.uri, or train without MLflow: tracking.enabled=false"
         ) from error
@@ -137,7 +139,7 @@ def _start_new(
         with suppress(MlflowException, OSError):  # or it would be RUNNING for ever
             client.set_terminated(info.run_id, "FAILED")
         raise
-    return TrackedRun(uri, experiment, info.run_id)
+    return TrackedRun(uri, experiment, info.run_id, info.start_time)
 
 
 def _go_on(client: "MlflowClient", uri: str, run_id: str, config: str) -> TrackedRun:
@@ -150,9 +152,7 @@ def _go_on(client: "MlflowClient", uri: str, run_id: str, config: str) -> Tracke
     experiment = client.get_experiment(run.info.experiment_id).name
     _log_config(client, run.info, experiment, config)
     client.update_run(run_id, status="RUNNING")
-    # MLflow's latest value of a metric is that of its highest step.
-    last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return TrackedRun(uri, experiment, run_id, last_steps)
+    return TrackedRun(uri, experiment, run_id, run.info.start_time)
 
 
 def _log_params(client: "MlflowClient", run_id: str, params: Mapping[str, Scalar]) -> None:

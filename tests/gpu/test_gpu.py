@@ -13,6 +13,7 @@ from raytrain.loop import train
 from raytrain.model import build_model
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
+from tests.places import at
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -27,7 +28,7 @@ def run(folder, *words):
         config,
         Runtime(device=torch.device("cuda", 0)),
         open_sources(config.data),
-        folder,
+        at(folder),
         Recorder(None, events.append),
     )
     return progress, [event for event in events if event["kind"] == "metrics"]
@@ -45,16 +46,16 @@ def test_the_digits_are_learnt(tmp_path, precision, reduction):
 
 def test_a_checkpoint_of_a_gpu_reads_on_a_cpu(tmp_path):
     run(tmp_path, "train.max_steps=2", "schedule.warmup_epochs=0")
-    newest = checkpoint.newest_valid(tmp_path, pytest.fail)
+    newest = checkpoint.newest_valid(at(tmp_path), pytest.fail)
     config = parse([*RECIPE], "quickstart", frozenset()).config
     model = build_model(config.model, config.data, 10, seed=1)
-    model.body.load_state_dict(checkpoint.load_weights(newest))
-    assert checkpoint.load_training(newest)["optimizer"]["state"][0]["momentum_buffer"].device.type == "cpu"
+    model.body.load_state_dict(checkpoint.load_weights(at(newest)))
+    assert checkpoint.load_training(at(newest))["optimizer"]["state"][0]["momentum_buffer"].device.type == "cpu"
 
 
 def test_the_scaler_s_state_goes_on(tmp_path):
     run(tmp_path, "train.precision=fp16", "train.max_steps=5", "schedule.warmup_epochs=0")
-    scaler = checkpoint.load_training(checkpoint.saved(tmp_path)[-1])["scaler"]
+    scaler = checkpoint.load_training(at(checkpoint.saved(at(tmp_path))[-1]))["scaler"]
     assert scaler["scale"] > 0
     assert scaler["_growth_tracker"] <= 5
 

@@ -170,7 +170,7 @@ def test_artifacts_are_the_run_directory(good):
     run = good.mlflow_run
     store, run_id = client(good.launch), run.info.run_id
     top = {artifact.path for artifact in store.list_artifacts(run_id)}
-    assert {"config.yaml", "learning_curves.png", "metrics.jsonl", "checkpoints"} <= top
+    assert {"config.yaml", "learning_curves.png", "metrics.jsonl", "events.jsonl", "checkpoints"} <= top
 
     def fetch(path):
         return Path(store.download_artifacts(run_id, path)).read_bytes()
@@ -239,9 +239,9 @@ def test_torchrun_comes_to_the_same_bits_in_the_same_directory(good, tmp_path):
     check_quiet(ended.stdout + ended.stderr)
     assert len([line for line in ended.stdout.splitlines() if f"/{STEPS}  loss" in line]) == STEPS
     path = launch / "runs" / "good"
-    names = {"config.yaml", "checkpoints", "metrics.jsonl", "mlflow.json", "result.json"}
+    names = {"attempt", "config.yaml", "checkpoints", "metrics.jsonl", "mlflow.json", "result.json"}
     assert {entry.name for entry in path.iterdir()} == names
-    assert {entry.name for entry in good.path.iterdir()} - {"ray"} == names
+    assert {entry.name for entry in good.path.iterdir()} - {"events.jsonl"} == names
 
     here, there = (load_file(p / "checkpoints/step_00000008/model.safetensors") for p in (path, good.path))
     assert list(here) == list(there)

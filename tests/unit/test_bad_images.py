@@ -20,9 +20,11 @@ from raytrain.errors import DataError, StoppedError
 from raytrain.evaluation import evaluate
 from raytrain.loop import compute_gradients, train
 from raytrain.model import build_model
+from raytrain.monitor import Monitor
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder, read_metrics
 from raytrain.state import TrainState
+from tests.places import at
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -112,7 +114,7 @@ def test_a_micro_batch_of_less_than_two_is_filled_without_labels(mixup):
 
 def gradients(runtime, config, own, micro_batches, images):
     state = TrainState(config, 3, runtime, "fp32")
-    totals = compute_gradients(config, state, own, micro_batches, images, 0, "fp32", runtime)
+    totals = compute_gradients(config, state, own, micro_batches, images, 0, "fp32", runtime, Monitor())
     return totals, [parameter.grad.clone() for parameter in state.model.parameters()]
 
 
@@ -186,9 +188,9 @@ def run(runtime, config, folder, stop_after=None):
 
     runtime = Runtime(runtime.rank, runtime.local_rank, runtime.world_size, stop_requested=stop_requested)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder / "metrics.jsonl" if runtime.rank == 0 else None)
+    recorder = Recorder(at(folder) if runtime.rank == 0 else None)
     try:
-        train(config, runtime, sources, folder / "checkpoints", recorder)
+        train(config, runtime, sources, at(folder / "checkpoints"), recorder)
     except StoppedError:
         assert stop_after is not None
     finally:
@@ -202,9 +204,9 @@ def test_any_number_of_workers_leaves_out_the_same_and_ends_in_the_same_bits(tmp
         run_ranks(world_size, run, config, tmp_path / str(world_size))
     run_ranks(2, run, config, tmp_path / "resumed", 4)  # inside the second epoch
     run_ranks(3, run, config, tmp_path / "resumed")
-    expected = checkpoint.load_weights(checkpoint.saved(tmp_path / "1/checkpoints")[-1])
+    expected = checkpoint.load_weights(at(checkpoint.saved(at(tmp_path / "1/checkpoints"))[-1]))
     for name in ("1", "3", "resumed"):
-        weights = checkpoint.load_weights(checkpoint.saved(tmp_path / name / "checkpoints")[-1])
+        weights = checkpoint.load_weights(at(checkpoint.saved(at(tmp_path / name / "checkpoints"))[-1]))
         assert all(weights[key].equal(tensor) for key, tensor in expected.items())
         lines = (tmp_path / name / "bad_images.jsonl").read_text().splitlines()
         listed = [(row["split"], row["sample"], row["image"]) for row in map(json.loads, lines)]
@@ -212,7 +214,7 @@ def test_any_number_of_workers_leaves_out_the_same_and_ends_in_the_same_bits(tmp
             *(("train", sample, f"some {sample}") for sample in (1, 8, 9, 20)),
             ("val", 2, "some 2"),
         ]
-        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        rows = read_metrics(at(tmp_path / name))
         assert rows[-1]["data/bad_images"] == 5
         assert rows[-1]["val/samples"] == 6
         assert rows[-1]["step"] == 6
@@ -232,7 +234,7 @@ def fails_in(runtime, config, folder):
             config,
             runtime,
             Sources(Some(26, bad=(1, 8, 9, 20)), Some(7)),
-            folder / "checkpoints",
+            at(folder / "checkpoints"),
             Recorder(),
         )
     return str(caught.value)
@@ -241,4 +243,4 @@ def fails_in(runtime, config, folder):
 def test_by_default_a_bad_image_ends_the_run(tmp_path):
     config = make_config(data__on_bad_image="fail")
     with pytest.raises(DataError, match="cannot decode image some"):
-        train(config, Runtime(), Sources(Some(26, bad=(1,)), Some(7)), tmp_path, Recorder())
+        train(config, Runtime(), Sources(Some(26, bad=(1,)), Some(7)), at(tmp_path), Recorder())

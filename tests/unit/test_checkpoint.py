@@ -17,23 +17,25 @@ from raytrain.commandline import build, dump, read_yaml
 from raytrain.distributed import Runtime
 from raytrain.errors import CheckpointError, NonFiniteError, RunError
 from raytrain.state import TrainState
+from tests.places import at
 
 WEIGHTS = {"model": {"fc.weight": torch.arange(6.0).view(2, 3), "count": torch.tensor(3)}}
 
 
 def save(folder, step, top1=None, weights=WEIGHTS):
     metrics = {} if top1 is None else {"val/top1": top1}
-    return checkpoint.save(folder, step, weights, {"scale": 1.5, "momentum": [torch.ones(2)]}, {"metrics": metrics})
+    training = {"scale": 1.5, "momentum": [torch.ones(2)]}
+    return checkpoint.save(at(folder), step, weights, training, {"metrics": metrics}).path
 
 
 def steps(folder):
-    return [int(path.name.removeprefix("step_")) for path in checkpoint.saved(folder)]
+    return [int(path.name.removeprefix("step_")) for path in checkpoint.saved(at(folder))]
 
 
 def newest(folder):
     """The step of the newest valid checkpoint, and the warnings."""
     warnings = []
-    path = checkpoint.newest_valid(folder, warnings.append)
+    path = checkpoint.newest_valid(at(folder), warnings.append)
     return path and int(path.name.removeprefix("step_")), warnings
 
 
@@ -43,15 +45,15 @@ def newest(folder):
 def test_what_was_saved_reads_back(tmp_path):
     path = save(tmp_path / "run/checkpoints", 45, 0.5)
     assert path == tmp_path / "run/checkpoints/step_00000045"
-    assert checkpoint.verify(path) is None
-    weights = checkpoint.load_weights(path)
+    assert checkpoint.verify(at(path)) is None
+    weights = checkpoint.load_weights(at(path))
     assert set(weights) == set(WEIGHTS["model"])
     assert all(weights[key].equal(tensor) for key, tensor in WEIGHTS["model"].items())
-    training = checkpoint.load_training(path)
+    training = checkpoint.load_training(at(path))
     assert training["scale"] == 1.5
     assert training["momentum"][0].equal(torch.ones(2))
-    assert checkpoint.load_state(path)["step"] == 45
-    assert checkpoint.load_state(path)["metrics"] == {"val/top1": 0.5}
+    assert checkpoint.load_state(at(path))["step"] == 45
+    assert checkpoint.load_state(at(path))["metrics"] == {"val/top1": 0.5}
 
 
 def test_the_files_are_those_that_the_manifest_names(tmp_path):
@@ -81,7 +83,7 @@ def test_a_later_format_is_refused(tmp_path):
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "format_version": 99}))
     with pytest.raises(CheckpointError, match="99"):
-        checkpoint.load_state(path)
+        checkpoint.load_state(at(path))
 
 
 def make_state(**overrides):
@@ -107,7 +109,8 @@ def trained(tmp_path_factory):
     state.ema.update_parameters(state.model)
     state.progress.step = 1
     state.progress.take_score({"val/top1": float(np.float32(0.5)), "val/loss": 1.25, "val/samples": 2.0})
-    return state, state.save(tmp_path_factory.mktemp("checkpoints"), {"class_names": ["a", "b", "ü"], "epoch": 0.5})
+    folder, description = tmp_path_factory.mktemp("checkpoints"), {"class_names": ["a", "b", "ü"], "epoch": 0.5}
+    return state, checkpoint.save(at(folder), *state.parts(description)).path
 
 
 @pytest.mark.parametrize("name", ["model", "ema"])
@@ -148,7 +151,7 @@ def test_state_json_is_plain_json(trained):
 def test_a_state_reads_back_to_the_bit(trained):
     state, path = trained
     other = make_state(run__seed=7)
-    other.load(path)
+    other.load(at(path))
     for ours, theirs in ((state.model, other.model), (state.ema.module, other.ema.module)):
         for key, tensor in ours.state_dict().items():
             assert theirs.state_dict()[key].equal(tensor), key
@@ -165,13 +168,13 @@ def test_a_state_reads_back_to_the_bit(trained):
 def test_a_checkpoint_of_another_network_or_recipe_is_refused_by_path(trained, overrides):
     _, path = trained
     with pytest.raises(CheckpointError, match=str(path)):
-        make_state(**overrides).load(path)
+        make_state(**overrides).load(at(path))
 
 
 def test_a_checkpoint_without_an_average_is_refused_where_one_is_wanted(tmp_path):
-    path = make_state(train__ema_decay=None).save(tmp_path, {})
+    path = checkpoint.save(at(tmp_path), *make_state(train__ema_decay=None).parts({})).path
     with pytest.raises(CheckpointError, match=str(path)):
-        make_state().load(path)
+        make_state().load(at(path))
 
 
 # torn, flipped, missing
@@ -198,7 +201,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_it(tmp_pa
     save(tmp_path, 20)
     path = save(tmp_path, 30)
     damage(path / file)
-    assert checkpoint.verify(path)
+    assert checkpoint.verify(at(path))
     step, warnings = newest(tmp_path)
     assert step == 20
     assert len(warnings) == 1
@@ -214,12 +217,27 @@ def test_a_manifest_that_vouches_for_nothing_is_no_manifest(tmp_path, text):
     assert "step_00000020" in warnings[0]
 
 
-def test_where_all_are_damaged_there_is_none_and_each_is_named(tmp_path):
+def test_where_all_are_damaged_none_is_taken_for_a_beginning(tmp_path):
     for step in (10, 20, 30):
         flip(save(tmp_path, step) / "model.safetensors")
-    step, warnings = newest(tmp_path)
-    assert step is None
+    warnings = []
+    for _ in range(2):  # the next start is refused as well
+        with pytest.raises(CheckpointError, match=r"damaged_step_00000010, .*20, .*30"):
+            checkpoint.newest_valid(at(tmp_path), warnings.append)
     assert [f"step_{step:08d}" in warning for step, warning in zip((10, 20, 30), warnings, strict=True)] == [True] * 3
+
+
+def test_one_that_cannot_be_read_just_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    save(tmp_path, 10)
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_fingerprint", fail)
+        with pytest.raises(RunError, match=r"cannot read checkpoint .*step_00000010"):
+            newest(tmp_path)
+    assert newest(tmp_path) == (10, [])
 
 
 def test_without_checkpoints_there_is_none_and_no_warning(tmp_path):
@@ -240,7 +258,7 @@ def test_saving_again_replaces_one_that_was_damaged(tmp_path):
     cut(path / "model.safetensors")
     (path / "other").write_text("stray")
     assert save(tmp_path, 10) == path
-    assert checkpoint.verify(path) is None
+    assert checkpoint.verify(at(path)) is None
     assert not (path / "other").exists()
 
 
@@ -250,19 +268,19 @@ def test_saving_again_replaces_one_that_was_damaged(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for step, top1 in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.8), (5, 0.3), (6, 0.4)):
         save(tmp_path, step, top1)
-    checkpoint.prune(tmp_path, keep_last=2, keep_best=2)
+    checkpoint.prune(at(tmp_path), keep_last=2, keep_best=2)
     assert steps(tmp_path) == [2, 4, 5, 6]
-    assert checkpoint.best(tmp_path).name == "step_00000002"
-    checkpoint.prune(tmp_path, keep_last=1, keep_best=1)
+    assert checkpoint.best(at(tmp_path)).name == "step_00000002"
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=1)
     assert steps(tmp_path) == [2, 6]
-    checkpoint.prune(tmp_path, keep_last=1, keep_best=0)
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=0)
     assert steps(tmp_path) == [6]
 
 
 def test_of_equally_good_ones_the_newest_is_kept(tmp_path):
     for step, top1 in ((1, 0.5), (2, 0.5), (3, 0.1), (4, None)):
         save(tmp_path, step, top1)
-    checkpoint.prune(tmp_path, keep_last=1, keep_best=1)
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=1)
     assert steps(tmp_path) == [2, 4]
 
 
@@ -270,17 +288,17 @@ def test_of_equally_good_ones_the_newest_is_kept(tmp_path):
 def test_fewer_than_may_be_kept_are_all_kept(tmp_path, keep_best):
     for step, top1 in ((1, 0.1), (2, 0.3), (3, 0.2), (4, None)):
         save(tmp_path, step, top1)
-    checkpoint.prune(tmp_path, keep_last=1, keep_best=keep_best)
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=keep_best)
     assert steps(tmp_path) == ([2, 3, 4] if keep_best == 2 else [1, 2, 3, 4])
-    checkpoint.prune(tmp_path, keep_last=50, keep_best=0)
+    checkpoint.prune(at(tmp_path), keep_last=50, keep_best=0)
     assert steps(tmp_path) == ([2, 3, 4] if keep_best == 2 else [1, 2, 3, 4])
 
 
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     for step, top1 in ((1, 0.5), (2, math.nan), (3, 0.4), (4, None)):
         save(tmp_path, step, top1)
-    assert checkpoint.best(tmp_path).name == "step_00000001"
-    checkpoint.prune(tmp_path, keep_last=1, keep_best=1)
+    assert checkpoint.best(at(tmp_path)).name == "step_00000001"
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=1)
     assert steps(tmp_path) == [1, 4]
 
 
@@ -289,7 +307,7 @@ def test_pruning_removes_what_a_killed_process_left(tmp_path):
     (tmp_path / ".writing-00000002").mkdir()
     (tmp_path / ".writing-00000002/model.safetensors").write_bytes(b"half")
     (tmp_path / ".writing-removed-step_00000000").mkdir()
-    checkpoint.prune(tmp_path, 2, 1)
+    checkpoint.prune(at(tmp_path), 2, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -301,10 +319,10 @@ def test_damaged_newer_ones_do_not_drive_out_the_only_good_one(tmp_path, keep_la
         flip(save(tmp_path, step) / "model.safetensors")
     assert newest(tmp_path)[0] == 10
     save(tmp_path, 15)
-    checkpoint.prune(tmp_path, keep_last, 0)
+    checkpoint.prune(at(tmp_path), keep_last, 0)
     assert newest(tmp_path) == (15, [])
     assert (tmp_path / "step_00000010").exists() == (keep_last > 1)
-    assert (tmp_path / "damaged_step_00000040").exists()
+    assert [path.name for path in tmp_path.glob("damaged_*")] == []  # a good one has taken their place
 
 
 def test_a_damaged_best_does_not_drive_out_a_good_one(tmp_path):
@@ -312,8 +330,8 @@ def test_a_damaged_best_does_not_drive_out_a_good_one(tmp_path):
     flip(save(tmp_path, 20, 0.9) / "model.safetensors")
     assert newest(tmp_path)[0] == 10
     save(tmp_path, 30, 0.1)
-    checkpoint.prune(tmp_path, 1, 1)
-    assert [path.name for path in checkpoint.saved(tmp_path)] == ["step_00000010", "step_00000030"]
+    checkpoint.prune(at(tmp_path), 1, 1)
+    assert [path.name for path in checkpoint.saved(at(tmp_path))] == ["step_00000010", "step_00000030"]
 
 
 # what cannot or must not be written
@@ -361,7 +379,7 @@ def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(small_disk):
     assert newest(small_disk) == (1, [])
     assert [path.name for path in small_disk.iterdir()] == ["step_00000001"]
     with pytest.raises(RunError, match=r"step_00000003"):
-        checkpoint.save(small_disk, 3, WEIGHTS, {"momentum": torch.zeros(2**20)}, {})
+        checkpoint.save(at(small_disk), 3, WEIGHTS, {"momentum": torch.zeros(2**20)}, {})
     assert newest(small_disk) == (1, [])
     save(small_disk, 4)
     assert newest(small_disk) == (4, [])
@@ -378,7 +396,7 @@ def test_a_read_only_disk_is_named_and_leaves_the_previous_checkpoint(small_disk
 def test_the_config_in_a_checkpoint_reads_back(tmp_path):
     """The loop stores `dump(config)`; a reader needs nothing but YAML."""
     config = build({}, {"optim.base_lr": 1e-7, "data.path": "/a b"}, "")
-    path = checkpoint.save(tmp_path, 1, WEIGHTS, {}, {"config": dump(config)})
+    path = checkpoint.save(at(tmp_path), 1, WEIGHTS, {}, {"config": dump(config)}).path
     text = json.loads((path / "state.json").read_text())["config"]
     (tmp_path / "config.yaml").write_text(text)
     assert build(read_yaml(tmp_path / "config.yaml"), {}, "") == config

@@ -13,10 +13,12 @@ from raytrain.data.source import Sources, open_sources
 from raytrain.errors import StoppedError
 from raytrain.loop import compute_gradients, train
 from raytrain.model import build_model
+from raytrain.monitor import Monitor
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
 from raytrain.schedule import make_schedule
 from raytrain.state import TrainState
+from tests.places import at
 from tests.ranks import run_ranks
 
 IMAGES = 98  # three steps of 32 and one of 2 a epoch: the last has nothing for most ranks
@@ -73,7 +75,7 @@ def follow_trajectory(runtime, config, reference):
         state.batchnorm.reload()
         parts = plan.micro_batches(step)
         images = parts[-1].stop - parts[0].start
-        totals = compute_gradients(config, state, own, len(parts), images, step, "fp32", runtime)
+        totals = compute_gradients(config, state, own, len(parts), images, step, "fp32", runtime, Monitor())
         state.batchnorm.update(totals.batchnorm / len(parts), step + 1)
         gradients = {name: parameter.grad for name, parameter in state.model.body.named_parameters()}
         statistics = [state.model.body.state_dict()[name] for name in running_names(state.model.body)]
@@ -146,7 +148,7 @@ def run_training(runtime, config, folder, stop_after=None):
 
     stopping = replace(runtime, stop_requested=lambda: 15 * (len(rows) + 1 == stop_after))
     try:
-        train(config, stopping, open_part(), folder, Recorder(None, listen))
+        train(config, stopping, open_part(), at(folder), Recorder(None, listen))
     except StoppedError:
         assert rows[-1]["step"] == stop_after
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
@@ -200,7 +202,7 @@ def test_each_step_is_that_of_plain_pytorch(world_size, reduction, outcomes):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("workers", ["2", "3", "4", "resumed"])
 def test_exact_reduction_ends_in_the_same_bits(workers, precision, folder, outcomes):
-    assert [path.name for path in checkpoint.saved(folder / precision / "resumed")] == [
+    assert [path.name for path in checkpoint.saved(at(folder / precision / "resumed"))] == [
         "step_00000003",
         "step_00000008",
     ]
@@ -216,13 +218,13 @@ def test_float_reduction_resumes_to_the_same_bits(world_size, folder, outcomes):
 
 
 def assert_same_bits(folder, other):
-    paths = checkpoint.saved(folder)[-1], checkpoint.saved(other)[-1]
+    paths = checkpoint.saved(at(folder))[-1], checkpoint.saved(at(other))[-1]
     assert [path.name for path in paths] == ["step_00000008"] * 2
     for kind in ("model", "ema"):
-        weights, others = (checkpoint.load_weights(path, kind) for path in paths)
+        weights, others = (checkpoint.load_weights(at(path), kind) for path in paths)
         assert weights.keys() == others.keys()
         for key, tensor in weights.items():
             assert torch.equal(tensor, others[key]), (kind, key)
-    metrics, other_metrics = (checkpoint.load_state(path)["metrics"] for path in paths)
+    metrics, other_metrics = (checkpoint.load_state(at(path))["metrics"] for path in paths)
     assert metrics == other_metrics
     assert metrics["val/samples"] == 30

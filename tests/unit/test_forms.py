@@ -17,6 +17,7 @@ from raytrain.plan import make_plan
 from raytrain.prepare import main as prepare
 from raytrain.recorder import Recorder, read_metrics
 from tests.datasets import photo_samples, sample_tar, write_folder, write_parquet
+from tests.places import at
 
 CLASSES = ("bird", "cat", "dog")
 
@@ -60,13 +61,11 @@ def losses(source, path, folder):
     config = build(sections, {}, "test")
     sources = open_sources(config.data)
     assert sources.train.class_names == sources.val.class_names == CLASSES
-    recorder = Recorder(folder / "metrics.jsonl")
-    train(config, Runtime(), sources, folder / "checkpoints", recorder)
+    recorder = Recorder(at(folder))
+    train(config, Runtime(), sources, at(folder / "checkpoints"), recorder)
     recorder.close()
     keys = ("train/loss", "val/loss", "val/top1", "val/samples")
-    return [
-        (row["step"], key, row[key]) for row in read_metrics(folder / "metrics.jsonl") for key in keys if key in row
-    ]
+    return [(row["step"], key, row[key]) for row in read_metrics(at(folder)) for key in keys if key in row]
 
 
 def test_all_forms_train_to_the_same_losses_step_by_step(forms, tmp_path):

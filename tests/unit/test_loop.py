@@ -21,10 +21,12 @@ from raytrain.data.source import Sources
 from raytrain.distributed import Runtime
 from raytrain.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StoppedError
 from raytrain.loop import compute_gradients, train, update
+from raytrain.monitor import Monitor
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder, read_metrics
 from raytrain.schedule import make_schedule
 from raytrain.state import TrainState
+from tests.places import at
 from tests.ranks import run_ranks
 
 CLASSES = 3
@@ -79,12 +81,12 @@ def run(config, folder: Path, images=18, runtime=None, val=5):
     """Trains, and returns the progress and the rows of metrics.jsonl."""
     sources = Sources(Noise(images), Noise(val, seed=1))
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder / "metrics.jsonl")
+    recorder = Recorder(at(folder))
     try:
-        progress = train(config, runtime or Runtime(), sources, folder / "checkpoints", recorder)
+        progress = train(config, runtime or Runtime(), sources, at(folder / "checkpoints"), recorder)
     finally:
         recorder.close()
-    return progress, read_metrics(folder / "metrics.jsonl")
+    return progress, read_metrics(at(folder))
 
 
 def series(rows, key):
@@ -103,21 +105,21 @@ def stop_after(step, signum=signal.SIGTERM):
 
 
 def saved_steps(folder):
-    return [int(path.name.removeprefix("step_")) for path in checkpoint.saved(folder / "checkpoints")]
+    return [int(path.name.removeprefix("step_")) for path in checkpoint.saved(at(folder / "checkpoints"))]
 
 
 def assert_same_bits(one, two):
     """Two checkpoints hold the same weights, averages, optimizer and progress."""
     for name in ("model", "ema"):
-        if (one / f"{name}.safetensors").exists():
-            ours, theirs = checkpoint.load_weights(one, name), checkpoint.load_weights(two, name)
-            assert list(ours) == list(theirs)
+        if at(one).exists(f"{name}.safetensors"):
+            ours, theirs = checkpoint.load_weights(at(one), name), checkpoint.load_weights(at(two), name)
+            assert ours.keys() == theirs.keys()
             assert [key for key in ours if not ours[key].equal(theirs[key])] == []
-    ours, theirs = checkpoint.load_training(one), checkpoint.load_training(two)
+    ours, theirs = checkpoint.load_training(at(one)), checkpoint.load_training(at(two))
     momenta = [[value["momentum_buffer"] for value in t["optimizer"]["state"].values()] for t in (ours, theirs)]
     assert all(a.equal(b) for a, b in zip(*momenta, strict=True))
     assert ours["ema_updates"] == theirs["ema_updates"]
-    ours, theirs = (checkpoint.load_state(path) for path in (one, two))
+    ours, theirs = (checkpoint.load_state(at(path)) for path in (one, two))
     for state in (ours, theirs):
         del state["progress"]["train_seconds"]
     assert ours == theirs
@@ -156,7 +158,7 @@ def test_each_metric_is_recorded_once_a_step_and_evaluation_once_an_epoch(straig
 def test_the_last_checkpoint_says_what_was_trained(straight):
     _, progress, rows, folder = straight
     assert saved_steps(folder) == [12]
-    state = checkpoint.load_state(folder / "checkpoints/step_00000012")
+    state = checkpoint.load_state(at(folder / "checkpoints/step_00000012"))
     assert state["class_names"] == ["red", "green", "blue"]
     assert state["images_seen"] == 4 * 18
     assert state["epoch"] == 4
@@ -164,7 +166,7 @@ def test_the_last_checkpoint_says_what_was_trained(straight):
     best = max(score for _, score in series(rows, "val/top1"))
     assert progress.best_top1 == best
     assert progress.best_step == max(step for step, score in series(rows, "val/top1") if score == best)
-    training = checkpoint.load_training(folder / "checkpoints/step_00000012")
+    training = checkpoint.load_training(at(folder / "checkpoints/step_00000012"))
     assert training["ema_updates"] == 12
 
 
@@ -225,7 +227,7 @@ def test_logged_losses_are_means_over_the_images_since_the_last_log(straight, tm
 def gradient_of(config, batches, images, parts):
     state = TrainState(config, CLASSES, Runtime(), "fp32")
     state.model.eval()  # no dropout
-    totals = compute_gradients(config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime())
+    totals = compute_gradients(config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime(), Monitor())
     return totals, [parameter.grad.clone() for parameter in state.model.parameters()]
 
 
@@ -270,7 +272,7 @@ def test_max_steps_counts_optimizer_steps(tmp_path):
     config = make_config(train__global_batch_size=16, train__max_steps=1, schedule__warmup_epochs=0)
     progress, rows = run(config, tmp_path, images=28)
     assert progress.step == 1
-    assert checkpoint.load_state(tmp_path / "checkpoints/step_00000001")["images_seen"] == 16
+    assert checkpoint.load_state(at(tmp_path / "checkpoints/step_00000001"))["images_seen"] == 16
     assert series(rows, "train/lr") == [(1, 0.005)]
 
 
@@ -313,7 +315,7 @@ def test_a_stopped_run_has_a_checkpoint_of_that_step_and_the_signals_exit_code(s
         run(make_config(train__log_every=50), tmp_path, runtime=stop_after(4, signum))
     assert caught.value.exit_code == code
     assert saved_steps(tmp_path) == [4]
-    assert checkpoint.load_state(tmp_path / "checkpoints/step_00000004")["images_seen"] == 18 + 8
+    assert checkpoint.load_state(at(tmp_path / "checkpoints/step_00000004"))["images_seen"] == 18 + 8
 
 
 def test_being_asked_to_stop_at_the_last_step_is_too_late(tmp_path):
@@ -344,7 +346,7 @@ def test_adamw_resumes_to_the_same_bits(tmp_path):
         run(config, tmp_path / "stopped", runtime=stop_after(4))
     run(config, tmp_path / "stopped")
     weights = [
-        checkpoint.load_weights(tmp_path / name / "checkpoints/step_00000006") for name in ("straight", "stopped")
+        checkpoint.load_weights(at(tmp_path / name / "checkpoints/step_00000006")) for name in ("straight", "stopped")
     ]
     assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
 
@@ -358,8 +360,8 @@ def test_a_damaged_checkpoint_costs_its_steps_and_no_more(straight, tmp_path):
     (tmp_path / "checkpoints/step_00000007/model.safetensors").write_bytes(b"torn")
     _, resumed = run(config, tmp_path)
     assert series(resumed, "train/loss") == series(rows, "train/loss")
-    ours = checkpoint.load_weights(tmp_path / "checkpoints/step_00000012")
-    theirs = checkpoint.load_weights(folder / "checkpoints/step_00000012")
+    ours = checkpoint.load_weights(at(tmp_path / "checkpoints/step_00000012"))
+    theirs = checkpoint.load_weights(at(folder / "checkpoints/step_00000012"))
     assert all(ours[key].equal(theirs[key]) for key in ours)
 
 
@@ -370,12 +372,12 @@ def test_the_moving_average_goes_on_from_where_it_was(tmp_path):
         run(config, tmp_path, runtime=stop_after(3))
     run(config, tmp_path)
     steps = [tmp_path / f"checkpoints/step_{step:08d}" for step in range(1, 7)]
-    average = {key: tensor.clone() for key, tensor in checkpoint.load_weights(steps[0]).items()}
+    average = {key: tensor.clone() for key, tensor in checkpoint.load_weights(at(steps[0])).items()}
     for number, path in enumerate(steps, 1):
-        for key, tensor in checkpoint.load_weights(path).items():
+        for key, tensor in checkpoint.load_weights(at(path)).items():
             average[key] = tensor if number == 1 else 0.5 * average[key] + 0.5 * tensor
-        assert checkpoint.load_training(path)["ema_updates"] == number
-        stored = checkpoint.load_weights(path, "ema")
+        assert checkpoint.load_training(at(path))["ema_updates"] == number
+        stored = checkpoint.load_weights(at(path), "ema")
         assert all(torch.allclose(stored[key], average[key], atol=1e-6) for key in average)
 
 
@@ -403,7 +405,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(reduction, clip):
     own = next(train_batches(Noise(8), config.data, plan, 0, 0, 1, 0, 1, torch.device("cpu")))
     state = overflowing_state(config)
     before = {key: tensor.clone() for key, tensor in state.model.state_dict().items()}
-    compute_gradients(config, state, own, 2, 8, 0, "fp16", Runtime())
+    compute_gradients(config, state, own, 2, 8, 0, "fp16", Runtime(), Monitor())
     assert not update(state, 0.1, clip)
     assert all(tensor.equal(before[key]) for key, tensor in state.model.state_dict().items())
     assert int(state.ema.n_averaged) == 0
@@ -446,11 +448,10 @@ def test_skipped_steps_are_counted_and_hold_the_learning_rate_back(tmp_path):
     state = overflowing_state(config)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-56)
     data = {"class_names": list(Noise.class_names), "train_images": 18}
-    state.save(tmp_path / "checkpoints", data)  # a run of no steps to go on from
+    checkpoint.save(at(tmp_path / "checkpoints"), *state.parts(data))  # a run of no steps to go on from
     progress, rows = run(config, tmp_path)
-    skipped = [
-        checkpoint.load_state(path)["progress"]["skipped_steps"] for path in checkpoint.saved(tmp_path / "checkpoints")
-    ]
+    saved = checkpoint.saved(at(tmp_path / "checkpoints"))
+    skipped = [checkpoint.load_state(path)["progress"]["skipped_steps"] for path in saved]
     assert progress.step == 6
     assert 1 <= progress.skipped_steps < 6
     assert skipped[0] == 0
@@ -460,7 +461,7 @@ def test_skipped_steps_are_counted_and_hold_the_learning_rate_back(tmp_path):
     schedule = make_schedule(config, make_plan(config.train, 18))
     expected = [(step + 1, schedule(step - skipped[step])) for step in range(6)]
     assert series(rows, "train/lr") == expected
-    start, first = (checkpoint.load_weights(tmp_path / f"checkpoints/step_{n:08d}") for n in (0, 1))
+    start, first = (checkpoint.load_weights(at(tmp_path / f"checkpoints/step_{n:08d}")) for n in (0, 1))
     assert all(start[key].equal(first[key]) for key in start)
 
 
@@ -491,7 +492,7 @@ def test_an_earlier_checkpoint_outlives_a_loss_that_is_not_finite(tmp_path):
     with pytest.raises(NonFiniteError, match=r"step \d+ on rank 0"):
         run(wild, tmp_path)
     assert saved_steps(tmp_path) == [3]
-    assert checkpoint.verify(tmp_path / "checkpoints/step_00000003") is None
+    assert checkpoint.verify(at(tmp_path / "checkpoints/step_00000003")) is None
 
 
 # faults of the data and of the recipe
@@ -503,13 +504,13 @@ def test_an_unreadable_image_is_named(tmp_path):
             return super().read(index)[: 40 if index == 5 else None]
 
     with pytest.raises(DataError, match="noise 5"):
-        train(make_config(), Runtime(), Sources(Torn(18), Noise(5)), tmp_path, Recorder())
+        train(make_config(), Runtime(), Sources(Torn(18), Noise(5)), at(tmp_path), Recorder())
 
 
 def test_a_warm_up_longer_than_the_run_ends_it_before_its_first_step(tmp_path):
     with pytest.raises(ConfigError, match="warmup_epochs"):
         run(make_config(train__max_steps=3), tmp_path)
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(at(tmp_path)) == []
 
 
 # more than one process
@@ -520,7 +521,7 @@ def many_things(runtime, folder):
     torch.set_num_threads(1)
     sources, nothing = Sources(Noise(18), Noise(5, seed=1)), Recorder()
     config = make_config(train__ema_decay=0.8, train__epochs=2, comm__reduction="exact")
-    progress = train(config, runtime, sources, folder / "exact/checkpoints", nothing)
+    progress = train(config, runtime, sources, at(folder / "exact/checkpoints"), nothing)
     results = {"resumed": (progress.step, progress.metrics)}
 
     for reduction in ("float", "exact"):
@@ -530,18 +531,18 @@ def many_things(runtime, folder):
         batches = train_batches(
             sources.train, config.data, plan, 0, runtime.rank, runtime.world_size, 0, 1, runtime.device
         )
-        totals = compute_gradients(config, state, next(batches), 2, 8, 0, "fp32", runtime)
+        totals = compute_gradients(config, state, next(batches), 2, 8, 0, "fp32", runtime, Monitor())
         results[reduction] = float(totals.loss), [p.grad.numpy() for p in state.model.parameters()]
 
     last_rank = runtime.rank == runtime.world_size - 1
     stopping = replace(runtime, stop_requested=lambda: signal.SIGTERM if last_rank else 0)
     try:
-        train(make_config(), stopping, sources, folder / "stopped", nothing)
+        train(make_config(), stopping, sources, at(folder / "stopped"), nothing)
     except StoppedError as error:
         results["stopped"] = str(error), error.exit_code
     wild = make_config(optim__base_lr=1e30, schedule__warmup_epochs=0)
     try:
-        train(wild, runtime, sources, folder / "wild", nothing)
+        train(wild, runtime, sources, at(folder / "wild"), nothing)
     except NonFiniteError as error:
         results["wild"] = str(error)
     return results
@@ -570,7 +571,7 @@ def test_a_run_goes_on_with_other_workers_to_the_same_bits(one_and_two):
         assert rank["resumed"] == alone["resumed"]
     one, two = (folder / "exact/checkpoints/step_00000006" for folder in folders)
     assert_same_bits(one, two)
-    assert checkpoint.load_training(two)["ema_updates"] == 6
+    assert checkpoint.load_training(at(two))["ema_updates"] == 6
 
 
 def test_dropout_is_a_function_of_the_micro_batch_and_not_of_who_computes_it(one_and_two):
@@ -590,7 +591,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(one_and_tw
         message, code = rank["stopped"]
         assert "step 1 of 12" in message
         assert code == 143
-    assert [path.name for path in checkpoint.saved(folder / "stopped")] == ["step_00000001"]
+    assert [path.name for path in checkpoint.saved(at(folder / "stopped"))] == ["step_00000001"]
 
 
 def test_a_loss_that_is_not_finite_ends_all_ranks_at_the_same_step(one_and_two):
@@ -609,8 +610,8 @@ def test_a_run_goes_on_with_the_data_it_began_with_or_not_at_all(tmp_path):
     relabelled = Noise(18)
     relabelled.labels = relabelled.labels[::-1].copy()
     with pytest.raises(DataError, match="train_labels are others, though as many"):
-        train(config, Runtime(), Sources(relabelled, Noise(5, seed=1)), tmp_path / "checkpoints", Recorder())
+        train(config, Runtime(), Sources(relabelled, Noise(5, seed=1)), at(tmp_path / "checkpoints"), Recorder())
     renamed = Noise(18)
     renamed.class_names = ("red", "green", "azure")
     with pytest.raises(DataError, match=r"class_names was \['red', 'green', 'blue'\], is \['red', 'green', 'azure'\]"):
-        train(config, Runtime(), Sources(renamed, Noise(5)), tmp_path / "checkpoints", Recorder())
+        train(config, Runtime(), Sources(renamed, Noise(5)), at(tmp_path / "checkpoints"), Recorder())

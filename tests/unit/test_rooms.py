@@ -12,25 +12,33 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     # 0: the schema, the error tree, the package itself
     {"raytrain", "raytrain.config", "raytrain.errors", "raytrain.data"},
-    # 1: a config from words; a recipe's arithmetic; this process among others
-    {"raytrain.commandline", "raytrain.plan", "raytrain.distributed"},
+    # 1: a config from words; a recipe's arithmetic; this process among others; folders, here or in a store
+    {
+        "raytrain.commandline",
+        "raytrain.distributed",
+        "raytrain.monitor",
+        "raytrain.plan",
+        "raytrain.signals",
+        "raytrain.storage",
+    },
     # 2: one subject each
     {
         "raytrain.checkpoint",
+        "raytrain.cluster",
         "raytrain.console",
+        "raytrain.failures",
         "raytrain.model",
-        "raytrain.monitor",
         "raytrain.optim",
         "raytrain.recorder",
+        "raytrain.relay",
         "raytrain.schedule",
         "raytrain.tracking",
         "raytrain.data.autoaugment",
         "raytrain.data.decode",
         "raytrain.data.mix",
         "raytrain.data.order",
-        "raytrain.data.storage",
     },
-    {"raytrain.data.augment", "raytrain.data.origin", "raytrain.data.transcode"},
+    {"raytrain.data.augment", "raytrain.data.origin", "raytrain.data.transcode", "raytrain.saver", "raytrain.watch"},
     {
         "raytrain.data.digits",
         "raytrain.data.folder",
@@ -48,8 +56,10 @@ FLOORS = [
     {"raytrain.state"},
     # 3: the loop, and the run directory
     {"raytrain.loop", "raytrain.run"},
-    # 4: what one process does; who starts the processes
-    {"raytrain.worker", "raytrain.preparation"},
+    # 4: what one process does, and what it came to; who starts the processes
+    {"raytrain.worker", "raytrain.preparation", "raytrain.results"},
+    {"raytrain.attempt"},
+    {"raytrain.supervisor"},
     {"raytrain.launch", "raytrain.standalone"},
     # 5: command lines
     {
@@ -58,6 +68,7 @@ FLOORS = [
         "raytrain.export",
         "raytrain.fit",
         "raytrain.prepare",
+        "raytrain.rebuild",
         "raytrain.sweep",
     },
 ]
@@ -65,14 +76,13 @@ ROOMS_OF_SEVERAL_FILES = {"raytrain.tracking", "raytrain.bench"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ONLY_IN = {
-    "ray": {"raytrain.launch", "raytrain.preparation", "raytrain.sweep"},
+    "ray": {"raytrain.attempt", "raytrain.launch", "raytrain.preparation", "raytrain.supervisor", "raytrain.sweep"},
     "mlflow": {"raytrain.tracking"},
     "pyarrow": {
-        "raytrain.checkpoint",
         "raytrain.data.folder",
         "raytrain.data.parquet",
         "raytrain.data.shards",
-        "raytrain.data.storage",
+        "raytrain.storage",
     },
     "sklearn": {"raytrain.data.digits"},
     "rich": {"raytrain.console"},
@@ -151,7 +161,7 @@ def test_a_library_is_imported_where_it_belongs_and_nowhere_else(library):
 
 def test_what_a_worker_runs_is_not_defined_in_a_command_line():
     """Pickle names the functions of `__main__` by a module that no worker has."""
-    for room in ("raytrain.fit", "raytrain.sweep", "raytrain.prepare"):
+    for room in ("raytrain.fit", "raytrain.sweep", "raytrain.prepare", "raytrain.rebuild"):
         if room in ROOMS:
             assert not any(name.split(".")[0] in {"ray", "torch"} for name in imports_of(room))
 

@@ -14,36 +14,46 @@ def resolve(tmp_path, *words):
 
 
 def test_only_one_process_trains_in_a_directory(tmp_path):
-    config, path = resolve(tmp_path, "run.name=one", "tracking.enabled=false")
-    with runs.claim(path, resume=False):
-        runs.start(config, path, 1438, {})
-        with pytest.raises(RunError, match="run one exists already"), runs.claim(path, resume=False):
+    config, folder = resolve(tmp_path, "run.name=one", "tracking.enabled=false")
+    with runs.claim(folder, resume=False):
+        runs.start(config, folder, 1438, {}, pytest.fail)
+        with pytest.raises(RunError, match="run one exists already"), runs.claim(folder, resume=False):
             pass
-        with pytest.raises(RunError, match="is being trained by another process"), runs.claim(path, resume=True):
+        with pytest.raises(RunError, match="is being trained by another process"), runs.claim(folder, resume=True):
             pass
-    with runs.claim(path, resume=True):
-        assert sorted(entry.name for entry in path.iterdir()) == [".lock", "config.yaml"]
-    assert [entry.name for entry in path.iterdir()] == ["config.yaml"]
+    with runs.claim(folder, resume=True):
+        assert sorted(entry.name for entry in folder.path.iterdir()) == [".lock", "config.yaml"]
+    assert [entry.name for entry in folder.path.iterdir()] == ["config.yaml"]
 
 
 def test_a_run_that_has_not_begun_leaves_its_name_free(tmp_path):
-    _, path = resolve(tmp_path, "run.name=one")
-    with pytest.raises(ZeroDivisionError), runs.claim(path, resume=False):
+    _, folder = resolve(tmp_path, "run.name=one")
+    with pytest.raises(ZeroDivisionError), runs.claim(folder, resume=False):
         raise ZeroDivisionError
-    assert not path.exists()
+    assert not folder.path.exists()
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match="is no run"):
         resolve(tmp_path, "run.name=one")
 
 
 def test_resume_without_a_name_takes_the_newest_run_of_that_very_config(tmp_path):
     for name in ("quickstart-20260101-000000", "quickstart-20260102-000000", "quickstart-large-20260103-000000"):
-        config, path = resolve(tmp_path, f"run.name={name}", "tracking.enabled=false")
-        with runs.claim(path, resume=False):
-            runs.start(config, path, 1438, {})
+        config, folder = resolve(tmp_path, f"run.name={name}", "tracking.enabled=false")
+        with runs.claim(folder, resume=False):
+            runs.start(config, folder, 1438, {}, pytest.fail)
     assert resolve(tmp_path, "--resume")[1].name == "quickstart-20260102-000000"
     with pytest.raises(RunError, match="no run absent"):
         resolve(tmp_path, "--resume", "run.name=absent")
+
+
+def test_what_a_process_left_that_was_killed_before_a_run_had_begun_is_taken_over(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / ".lock").touch()
+    config, folder = resolve(tmp_path, "run.name=one", "tracking.enabled=false")
+    with runs.claim(folder, resume=False):
+        runs.start(config, folder, 1438, {}, pytest.fail)
+    assert folder.exists("config.yaml")

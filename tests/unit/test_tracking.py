@@ -114,7 +114,7 @@ def test_a_new_store_is_one_file_in_the_launch_directory(tmp_path, monkeypatch, 
     monkeypatch.chdir(elsewhere)  # where a worker would be
     run = start(tracking.resolve_uri("sqlite:///runs.db", launch), tags={"mlflow.parentRunId": "p"})
     sender = MetricSender(pickle.loads(pickle.dumps(run)), pytest.fail)
-    sender.send({"train/loss": 1.0}, 1)
+    sender.send(row(1, {"train/loss": 1.0}))
     assert sender.close(20) == 0
 
     assert list(tmp_path.rglob("*.db")) == [launch / "runs.db"]
@@ -211,39 +211,43 @@ def test_a_work_that_never_ends_is_given_up():
         tracking.start._within(0.1, lambda: time.sleep(1))
 
 
+def row(step, metrics, when=None):
+    """Of metrics.jsonl."""
+    return {"step": step, "time": time.time() if when is None else when, **metrics}
+
+
 # Going on
 
 
 def test_a_resumed_run_has_each_step_once_and_ends_as_it_ends(local_store):
+    """A07, B35: what a killed process had recorded is sent by the next one, if it was not sent before."""
     client = mlflow.MlflowClient(local_store)
     run = start(local_store, params={"seed": 1})
     run_id = run.run_id
+    rows = [row(step, {"train/loss": step + 0.5}, 1000 + step / 7) for step in range(10, 220, 10)]
     sender = MetricSender(run, pytest.fail)
-    for step in range(10, 220, 10):
-        sender.send({"train/loss": step}, step)
-    sender.send({"val/top1": 0.5}, 200)
+    for one in rows[:15]:
+        sender.send(one)
     assert sender.close(20) == 0
     assert tracking.finish_run(run, "FAILED", pytest.fail)
     assert client.get_run(run_id).info.status == "FAILED"
 
-    for last in (200, 250):
+    for last in (220, 230):
         run = start(local_store, "another", params={"seed": 2}, run_id=run_id)
         assert (run.run_id, run.experiment) == (run_id, "cats")
-        assert run.last_steps["val/top1"] == last
         assert client.get_run(run_id).info.status == "RUNNING"
-        sender = MetricSender(run, pytest.fail)
-        for step in range(160, 260, 10):  # from a checkpoint that is older than what was sent
-            sender.send({"train/loss": step + 0.5, "val/top1": 0.6}, step)
-            sender.send({"train/loss": step + 0.7}, step)
+        sender = MetricSender(run, pytest.fail, rows)
+        sender.send(rows[-1])  # once more, as by a request whose answer was lost
+        rows.append(row(last, {"train/loss": last + 0.5, "val/top1": 0.6}, 1000 + last / 7))
+        sender.send(rows[-1])
         assert sender.close(20) == 0
         assert tracking.finish_run(run, "KILLED", pytest.fail)
         assert client.get_run(run_id).info.status == "KILLED"
 
-    steps = [step for step, _ in history(run, "train/loss")]
-    assert steps == list(range(10, 260, 10))
-    assert history(run, "val/top1") == [(200, 0.5)] + [(step, 0.6) for step in range(210, 260, 10)]
+    assert history(run, "train/loss") == [(step, step + 0.5) for step in range(10, 240, 10)]
+    assert history(run, "val/top1") == [(220, 0.6), (230, 0.6)]
     data = client.get_run(run_id).data
-    assert data.metrics["train/loss"] == 250.5
+    assert data.metrics["train/loss"] == 230.5
     assert data.params["seed"] == "1"
 
 
@@ -262,8 +266,8 @@ def test_a_run_that_was_deleted_or_is_unknown_is_refused(local_store):
 def test_values_that_are_not_finite_are_not_sent(local_store):
     run = start(local_store)
     sender = MetricSender(run, pytest.fail)
-    sender.send({"a": float("nan"), "b": float("inf"), "c": 1.0}, 1)
-    sender.send({"a": 2.0}, 2)
+    sender.send(row(1, {"a": float("nan"), "b": float("inf"), "c": 1.0}))
+    sender.send(row(2, {"a": 2.0}))
     assert sender.close(20) == 0
     assert mlflow.MlflowClient(local_store).get_run(run.run_id).data.metrics == {"a": 2.0, "c": 1.0}
 
@@ -281,7 +285,7 @@ def test_what_waits_goes_in_few_requests(local_store, monkeypatch):
     monkeypatch.setattr("raytrain.tracking.sender.SEND_EVERY_SECONDS", 30)
     sender = MetricSender(run, pytest.fail)
     for step in range(250):
-        sender.send(dict.fromkeys("abcdefghij", 1.0), step)
+        sender.send(row(step, dict.fromkeys("abcdefghij", 1.0)))
     assert sender.close(20) == 0
     assert batches == [1000, 1000, 500]
     assert len(history(run, "j")) == 250
@@ -291,9 +295,9 @@ def test_what_mlflow_refuses_holds_nothing_up(local_store):
     run = start(local_store)
     warnings = []
     sender = MetricSender(run, warnings.append)
-    sender.send({"bad*name": 1.0}, 1)
+    sender.send(row(1, {"bad*name": 1.0}))
     wait_until(lambda: warnings)
-    sender.send({"good": 1.0}, 1)
+    sender.send(row(1, {"good": 1.0}))
     wait_until(lambda: not sender._waiting)
     assert sender.close(20) == 1
     assert history(run, "good") == [(1, 1.0)]
@@ -309,7 +313,7 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_time(monkeypatch):
         slowest = 0.0
         for step in range(400):
             began = time.perf_counter()
-            sender.send({"train/loss": 1.0}, step)
+            sender.send(row(step, {"train/loss": 1.0}))
             slowest = max(slowest, time.perf_counter() - began)
             time.sleep(0.01)
         wait_until(lambda: warnings)
@@ -323,12 +327,16 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_time(monkeypatch):
 
 
 def test_a_machine_is_watched(local_store, monkeypatch):
-    monkeypatch.setattr("raytrain.tracking.sender.MACHINE_EVERY_SECONDS", 0.2)
-    run = TrackedRun(**{**vars(start(local_store)), "last_steps": {"system/x": 6}})
-    sender = MetricSender(run, pytest.fail, system_metrics=True)
-    wait_until(lambda: sender._last_steps.get("system/cpu_utilization_percentage", 0) >= 8)
-    assert sender.close(20) == 0
-    assert [step for step, _ in history(run, "system/cpu_utilization_percentage")][:2] == [7, 8]
+    monkeypatch.setattr("raytrain.tracking.sender.MACHINE_EVERY_SECONDS", 1.0)
+    run = start(local_store)
+    for _ in range(2):  # as by two processes of a run, one after the other
+        sender = MetricSender(run, pytest.fail, system_metrics=True)
+        time.sleep(3)
+        assert sender.close(20) == 0
+    steps = [step for step, _ in history(run, "system/cpu_utilization_percentage")]
+    assert len(steps) >= 2
+    assert steps == sorted(set(steps))
+    assert 0 <= steps[0] < steps[-1] < 120  # seconds since the run began
 
 
 # The end
@@ -416,7 +424,7 @@ def test_a_stored_model_predicts_without_raytrain(local_store, tmp_path, capfd):
     module = TinyNet().train()
     run = start(local_store)
     sender = MetricSender(run, pytest.fail)
-    sender.send({"val/top1": 0.5}, 30)
+    sender.send(row(30, {"val/top1": 0.5}))
     sender.close(20)
     uri = tracking.log_model(run, module, IMAGES[:1], CLASSES, pytest.fail, step=30)
     assert capfd.readouterr() == ("", "")
@@ -495,19 +503,19 @@ def test_with_a_real_server(tmp_path, monkeypatch):
         run = runs[0]
         warnings = []
         sender = MetricSender(run, warnings.append)
-        sender.send({"train/loss": 1.0}, 1)
+        sender.send(row(1, {"train/loss": 1.0}))
         wait_until(lambda: not sender._waiting)
         monkeypatch.setattr("raytrain.tracking.client.REQUEST_SECONDS", 1)
         os.killpg(process.pid, signal.SIGSTOP)
         began = time.monotonic()
         for step in range(2, 100):
-            sender.send({"train/loss": 1.0 / step}, step)
+            sender.send(row(step, {"train/loss": 1.0 / step}))
         assert time.monotonic() - began < 0.5
         wait_until(lambda: warnings)
         time.sleep(2)
         os.killpg(process.pid, signal.SIGCONT)
         wait_until(lambda: not sender._waiting)
-        sender.send({"train/loss": 0.0}, 100)
+        sender.send(row(100, {"train/loss": 0.0}))
         assert sender.close(20) == 0
         assert len(warnings) == 1
         assert [step for step, _ in history(run, "train/loss")] == list(range(1, 101))

@@ -8,6 +8,7 @@ s3:// and gs:// go through pyarrow.fs, which takes credentials, region and endpo
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -17,9 +18,10 @@ from typing import BinaryIO, NamedTuple, cast
 import pyarrow as pa
 from pyarrow import fs
 
-from raytrain.errors import DataError
+from raytrain.errors import DataError, UserError
 
 COPY_BYTES = 2**23
+_TEMPORARY = ".writing-"
 
 
 class StoredFile(NamedTuple):
@@ -38,13 +40,15 @@ class Storage:
 
     Args:
         location: a path, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, with a query where the store needs one.
+        error: the kind that is raised where something cannot be read or written.
 
     Raises:
-        DataError: there is no such kind of store.
+        DataError, or the other kind given: there is no such kind of store.
     """
 
-    def __init__(self, location: str) -> None:
-        self.is_remote = "://" in location
+    def __init__(self, location: str | Path, error: type[UserError] = DataError) -> None:
+        location = str(location)
+        self.is_remote, self._error = "://" in location, error
         if not self.is_remote:
             self._base, self._query = str(Path(location).expanduser().absolute()), ""
             self._fs, self._root = fs.LocalFileSystem(), self._base
@@ -54,16 +58,30 @@ class Storage:
         with self._telling():
             self._fs, self._root = fs.FileSystem.from_uri(self._base + self._query)
 
-    def __reduce__(self) -> tuple[type["Storage"], tuple[str]]:
-        return Storage, (str(self),)
+    def __reduce__(self) -> tuple[type["Storage"], tuple[str, type[UserError]]]:
+        return Storage, (str(self), self._error)
 
     def __str__(self) -> str:
         return self._base + self._query
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Storage) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     def __truediv__(self, name: str) -> "Storage":
         folder = copy(self)  # with the same connections
         folder._base, folder._root = f"{self._base}/{name}", f"{self._root}/{name}"
         return folder
+
+    @property
+    def name(self) -> str:
+        """Its own, without what it lies in."""
+        return self._base.rsplit("/", 1)[-1]
 
     @property
     def path(self) -> Path:
@@ -74,6 +92,13 @@ class Storage:
     def where(self, name: str) -> str:
         """A file's full name, for messages."""
         return f"{self._base}/{name}"
+
+    def folders(self) -> list[str]:
+        """Names of the folders right below, hidden ones too; none where there is no such folder."""
+        with self._telling():
+            selector = fs.FileSelector(self._root, allow_not_found=True)
+            infos = cast("list[fs.FileInfo]", self._fs.get_file_info(selector))
+        return sorted(info.base_name for info in infos if info.type == fs.FileType.Directory)
 
     def list(self, *, recursive: bool = True) -> list[StoredFile]:
         """All files below, by name; hidden ones and what lies in hidden folders is left out.
@@ -99,6 +124,12 @@ class Storage:
         """Whether there is such a file."""
         with self._telling(name):
             return cast("fs.FileInfo", self._fs.get_file_info(self._path(name))).type == fs.FileType.File
+
+    def mtime(self, name: str) -> int | None:
+        """When a file was last changed, nanoseconds since 1970; None where there is none."""
+        with self._telling(name):
+            info = cast("fs.FileInfo", self._fs.get_file_info(self._path(name)))
+            return info.mtime_ns if info.type == fs.FileType.File else None
 
     def open(self, name: str) -> pa.NativeFile:
         """Opens a file to be read at any place."""
@@ -144,14 +175,8 @@ class Storage:
             if not self.is_remote:
                 local.replace(self.path / name)
                 return
-            size = local.stat().st_size
-            fs.copy_files(
-                str(local), self._path(name), source_filesystem=fs.LocalFileSystem(), destination_filesystem=self._fs
-            )
-            arrived = cast("fs.FileInfo", self._fs.get_file_info(self._path(name))).size
+            self._upload(local, name)
             local.unlink()
-        if arrived != size:
-            raise DataError(f"{self.where(name)} has {arrived} of {size} bytes after its upload; try again")
 
     def fetch(self, name: str, local: Path, sha256: str) -> None:
         """Copies a file to this machine, which appears there whole or not at all.
@@ -168,18 +193,99 @@ class Storage:
             flush(file)
         if digest.hexdigest() != sha256:
             temporary.unlink()
-            raise DataError(
+            raise self._error(
                 f"{self.where(name)} is not what its checksum says: it was cut short or changed; upload it again"
             )
         temporary.replace(local)
 
-    def delete_folder(self, name: str) -> None:
-        """Deletes a folder, if there is one."""
+    def fetch_folder(self, local: Path) -> Path:
+        """Copies the whole folder into one of this machine, under its name. Returns that."""
+        copy = local / self.name
+        for file in self.list():
+            (copy / file.name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.name).write_bytes(self.read(file.name))
+        return copy
+
+    def delete(self, name: str) -> None:
+        """Deletes a file, if there is one."""
+        if self.exists(name):
+            with self._telling(name):
+                self._fs.delete_file(self._path(name))
+
+    @contextmanager
+    def new_folder(self, name: str, last: str) -> Iterator[Path]:
+        """A directory on this machine to write into, which becomes the folder `name` at the end of the block.
+
+        On this machine's file systems that is one renaming, of what is all on the disk. In an object store files
+        appear one by one, `last` as the last of them: without it a folder is none. What was there before under that
+        name is deleted. Where the block or the writing fails nothing is left.
+
+        Raises:
+            RunError or another of this storage's kind: it cannot be written.
+        """
+        if self.is_remote:
+            with self._telling(name), tempfile.TemporaryDirectory(prefix="raytrain-") as temporary:
+                yield Path(temporary)
+                self.delete_folder(name)
+                names = sorted(path.name for path in Path(temporary).iterdir())
+                for file in sorted(names, key=last.__eq__):
+                    self._upload(Path(temporary) / file, f"{name}/{file}")
+            return
+        temporary = self.path / f"{_TEMPORARY}{name}"
+        try:
+            with self._telling(name):
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                yield temporary
+                for path in (*temporary.iterdir(), temporary):
+                    flush_path(path)
+                self.delete_folder(name)
+                temporary.rename(self.path / name)
+                flush_path(self.path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def rename_folder(self, name: str, new_name: str) -> None:
+        """Gives a folder another name, in place of what bears that one."""
+        self.delete_folder(new_name)
         with self._telling(name):
             if not self.is_remote:
-                shutil.rmtree(self.path / name, ignore_errors=True)
+                (self.path / name).rename(self.path / new_name)
+                return
+            for file in (self / name).list():
+                self._fs.move(self._path(f"{name}/{file.name}"), self._path(f"{new_name}/{file.name}"))
+
+    def delete_folder(self, name: str, first: str | None = None) -> None:
+        """Deletes a folder, if there is one; `first` is the file without which it is none."""
+        with self._telling(name):
+            if not self.is_remote:
+                # hidden first, so that one that is half removed is never taken for whole
+                folder = self.path / name
+                doomed = folder.with_name(f"{_TEMPORARY}removed-{folder.name}")
+                shutil.rmtree(doomed, ignore_errors=True)
+                if folder.exists():
+                    folder.rename(doomed)
+                    shutil.rmtree(doomed, ignore_errors=True)
             elif cast("fs.FileInfo", self._fs.get_file_info(self._path(name))).type == fs.FileType.Directory:
+                if first is not None and (self / name).exists(first):
+                    self._fs.delete_file(self._path(f"{name}/{first}"))
                 self._fs.delete_dir(self._path(name))
+
+    def delete_unfinished(self) -> None:
+        """Deletes what a process that was killed in `new_folder` or `delete_folder` has left on this machine."""
+        if not self.is_remote:
+            for leftover in self.path.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _upload(self, local: Path, name: str) -> None:
+        size = local.stat().st_size
+        fs.copy_files(
+            str(local), self._path(name), source_filesystem=fs.LocalFileSystem(), destination_filesystem=self._fs
+        )
+        arrived = cast("fs.FileInfo", self._fs.get_file_info(self._path(name))).size
+        if arrived != size:
+            raise self._error(f"{self.where(name)} has {arrived} of {size} bytes after its upload; try again")
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -190,12 +296,21 @@ class Storage:
         try:
             yield
         except FileNotFoundError:
-            raise DataError(f"there is no {where}") from None
+            raise self._error(f"there is no {where}") from None
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"cannot use {where}: {error}") from error
+            raise self._error(f"cannot use {where}: {error}") from error
 
 
 def flush(file: BinaryIO) -> None:
     """Brings a file to the disk, so that a name which is given to it later never stands for less."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def flush_path(path: Path) -> None:
+    """Brings a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
