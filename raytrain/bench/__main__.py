@@ -3,10 +3,14 @@
 python -m raytrain.bench step [--workers 2] [--rounds 7] [--steps 10] [--json PATH] [--markdown PATH]
 python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threads N] [--json PATH] [--markdown PATH]
 python -m raytrain.bench start [--rounds 5] [--files 200000] [--json PATH] [--markdown PATH]
+python -m raytrain.bench tracker [--rounds 7] [--steps 30] [--json PATH] [--markdown PATH]
+python -m raytrain.bench checkpoint [--rounds 5] [--saves 4] [--spacing 3] [--json PATH] [--markdown PATH]
 
-step    the training loop against a bare DistributedDataParallel loop, and exact reduction against float
-data    the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
-start   listing a large folder against ImageFolder, opening 1.3 million rows, the next epoch's order
+step        the training loop against a bare DistributedDataParallel loop, and exact reduction against float
+data        the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
+start       listing a large folder against ImageFolder, opening 1.3 million rows, the next epoch's order
+tracker     what an MLflow that is stopped, hangs or fails costs a step, against one that answers
+checkpoint  what one costs the training, against a synchronous save
 """
 
 import argparse
@@ -39,7 +43,15 @@ def main(words: Sequence[str]) -> int:
     start = names.add_parser("start", help="how soon a large dataset can be read")
     start.add_argument("--rounds", type=_positive, default=5, help="measured rounds, after one to warm up")
     start.add_argument("--files", type=_positive, default=200_000, help="in the folder that is listed")
-    for command, run in ((step, _step), (data, _data), (start, _start)):
+    checkpoint = names.add_parser("checkpoint", help="what a checkpoint costs, against a synchronous save")
+    checkpoint.add_argument("--rounds", type=_positive, default=5, help="measured rounds, after one to warm up")
+    checkpoint.add_argument("--saves", type=_positive, default=4, help="checkpoints in a round")
+    checkpoint.add_argument("--spacing", type=_positive, default=3, help="seconds of training from one to the next")
+    tracker = names.add_parser("tracker", help="what an outage of MLflow costs a step")
+    tracker.add_argument("--rounds", type=_positive, default=7, help="measured rounds, after one to warm up")
+    tracker.add_argument("--steps", type=_positive, default=30, help="steps of each side in a round")
+    runs = {step: _step, data: _data, start: _start, checkpoint: _checkpoint, tracker: _tracker}
+    for command, run in runs.items():
         command.add_argument("--json", metavar="PATH", help="write the figures there too")
         command.add_argument("--markdown", metavar="PATH", type=Path, help="write the table there too")
         command.set_defaults(run=run)
@@ -70,6 +82,18 @@ def _start(args: argparse.Namespace) -> "Report":
     from raytrain.bench.start import bench_start
 
     return bench_start(args.rounds, args.files)
+
+
+def _checkpoint(args: argparse.Namespace) -> "Report":
+    from raytrain.bench.checkpoint import bench_checkpoint
+
+    return bench_checkpoint(args.rounds, args.saves, args.spacing)
+
+
+def _tracker(args: argparse.Namespace) -> "Report":
+    from raytrain.bench.tracker import bench_tracker
+
+    return bench_tracker(args.rounds, args.steps)
 
 
 def _publish(report: "Report", args: argparse.Namespace) -> None:

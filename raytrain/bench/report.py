@@ -27,6 +27,7 @@ class Report:
         notes: what a reader must know beside the figures.
         lines: where units differ: by its title, the rows that a line of the table shows, a column for each unit.
         libraries: those whose versions matter to the figures.
+        digits: of the rows' figures, after the point.
     """
 
     bench: str
@@ -36,6 +37,7 @@ class Report:
     notes: tuple[str, ...] = ()
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
     libraries: tuple[str, ...] = ("torch", "torchvision")
+    digits: int = 1
 
     def table(self) -> str:
         """Markdown: medians over the rounds, with minimum and maximum."""
@@ -63,7 +65,7 @@ class Report:
 
     def _long_lines(self) -> list[str]:
         head = [f"| {self.unit} | median | min | max |", "|---|---|---|---|"]
-        return [*head, *(_line(name, figures, 1) for name, figures in self.rows.items())]
+        return [*head, *(_line(name, figures, self.digits) for name, figures in self.rows.items())]
 
     def _wide_lines(self) -> list[str]:
         units = [self._unit(name) for name in next(iter(self.lines.values()))]

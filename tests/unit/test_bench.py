@@ -148,3 +148,22 @@ def test_the_data_benchmark_measures_all_sides(tmp_path, capsys):
     assert capsys.readouterr().out == table
     assert "50 training or 50 validation images" in table
     assert "simplejpeg" in table
+
+
+def test_the_cost_of_a_checkpoint_is_measured_beside_a_synchronous_save(tmp_path):
+    path = tmp_path / "report.json"
+    assert main(["checkpoint", "--rounds", "1", "--saves", "1", "--spacing", "1", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert [row["name"] for row in content["rows"]] == ["sync_save", "blocked", "added"]
+    assert set(content["ratios"]) == {"blocked_vs_sync_save", "added_vs_sync_save"}
+    assert all(row["median"] > 0 for row in content["rows"][:2])
+
+
+@pytest.mark.filterwarnings("ignore")  # in MLflow itself
+def test_an_outage_of_mlflow_is_measured_and_costs_no_metric(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main(["tracker", "--rounds", "1", "--steps", "3", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert [row["name"] for row in content["rows"]] == ["up", "stopped", "hanging", "errors"]
+    assert set(content["ratios"]) == {"stopped_vs_up", "hanging_vs_up", "errors_vs_up"}
+    assert "was complete: up, stopped, hanging, errors." in capsys.readouterr().out
