@@ -39,6 +39,7 @@ class TrackedRun:
 
 def import_client() -> "type[MlflowClient]":
     """Imports MLflow, which takes a second or two, and has it and what it uses speak of problems only."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # else two lines at the end of each run
     from mlflow import MlflowClient
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)

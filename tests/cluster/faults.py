@@ -8,6 +8,7 @@ Needs what `hosts` needs. Ray's head, the driver and an MLflow server are in the
 
 import argparse
 import json
+import math
 import random
 import signal
 import statistics
@@ -187,7 +188,7 @@ def finished(row):
     return row
 
 
-def complete(lab, row):
+def complete(lab, row, until=math.inf):
     """Adds when the fault was seen, and what was said of it."""
     if row["kind"] == FRESH:
         return
@@ -196,7 +197,7 @@ def complete(lab, row):
         said = [(when, line) for when, line in lab.said if row["time"] <= when <= end and text in line]
     else:
         events = [event for event in lab.events(row["time"] - 0.01) if event["kind"] in ("failure", "resize", "stop")]
-        said = [(event["time"], event.get("reason", "").splitlines()[0]) for event in events]
+        said = [(event["time"], event["reason"].splitlines()[0]) for event in events if event["time"] < until]
     when, row["reason"] = said[0] if said else (None, "")
     when = row.get("seen") or when
     row["seen_seconds"] = None if when is None else max(0.0, when - row["time"])
@@ -223,15 +224,15 @@ def campaign(lab, kinds, rows, settle=(4, 9)):
     lab.finishing = True
     lab.set_pace(0)
     lab.wait("the run's end", lambda: lab.driver.poll() == 0, 900)
-    for row in rows:
-        complete(lab, row)
+    for row, until in zip(rows, [*(row["time"] for row in rows[1:]), math.inf], strict=True):
+        complete(lab, row, until)
 
 
 def start_afresh(lab, number):
     """How long another run takes to its first step, to compare with; the run is stopped meanwhile."""
     lab.end_driver(signal.SIGTERM, 143)
     steps, row = checks.Steps(lab.steps.folder, f"fresh-{number}"), {"kind": FRESH, "time": time.time()}
-    process = lab.fit(steps.run, "train.max_steps=2")
+    process = lab.fit(steps.run, "train.max_steps=2", "schedule.warmup_epochs=0")
     row["next"] = lab.wait("a first step", lambda: steps.next_after(-1, row["time"], -1))
     lab.wait("its end", lambda: process.poll() == 0)
     lab.start_driver("--resume")
