@@ -62,7 +62,7 @@ def save(
         for key, tensor in tensors.items():
             if not _is_finite(tensor):
                 raise NonFiniteError(f"{name} {key} is not finite after step {step}; no checkpoint of it is written")
-    final = folder / _name(step)
+    final = folder / f"step_{step:08d}"
     try:
         with folder.new_folder(final.name, last=_MANIFEST) as temporary:
             for name, tensors in weights.items():
@@ -197,10 +197,6 @@ def _delete_unfinished(folder: Storage) -> None:
         for name in folder.folders():
             if name.startswith("step_") and name not in whole:
                 folder.delete_folder(name)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def _by_score(folder: Storage) -> list[Storage]:

@@ -77,8 +77,7 @@ class Saver:
             self.finish()
         self._taken = time.monotonic()
         weights, training = self._copy((dict(weights), dict(training)))
-        args = step, weights, training, deepcopy(dict(state))
-        self._written = self._executor.submit(self._write, *args)
+        self._written = self._executor.submit(self._write, step, weights, training, deepcopy(dict(state)))
 
     def finish(self) -> None:
         """Waits for the last checkpoint.
@@ -114,19 +113,13 @@ class Saver:
                 torch.cuda.synchronize(device)
         return pytree.tree_unflatten(leaves, structure)
 
-    def _write(
-        self,
-        step: int,
-        weights: Mapping[str, Mapping[str, torch.Tensor]],
-        training: Mapping[str, Any],
-        state: Mapping[str, Any],
-    ) -> None:
+    def _write(self, *content: Any) -> None:
         try:
             self._before()
             if self._first:  # a process before this one may have been killed before it could
                 checkpoint.prune(self._folder, self._keep_last, self._keep_best)
                 self._first = False
-            checkpoint.save(self._folder, step, weights, training, state)
+            checkpoint.save(self._folder, *content)
             checkpoint.prune(self._folder, self._keep_last, self._keep_best)
         except RunError as error:
             self._warn(str(error))

@@ -49,9 +49,9 @@ class Supervisor:
             self._train()
 
     def _train(self) -> None:
-        relay = start_relay()
+        relay = None
         while True:
-            relay = relay if _lives(relay) else start_relay()
+            relay = relay if relay is not None and _lives(relay) else start_relay()
             allotment, nodes = self._room()
             self._run = self._next_attempt()
             self._console.workers(allotment.num_workers)
