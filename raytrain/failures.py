@@ -37,6 +37,8 @@ class Decision:
     """One line, of the failure and of what is done about it."""
     delay_seconds: float = 0.0
     """To wait before a restart."""
+    hopeless_step: int | None = None
+    """One that has failed again and again."""
 
 
 def decide(failure: Failure, earlier: Sequence[Failure], scaling: Scaling) -> Decision:
@@ -52,7 +54,9 @@ def decide(failure: Failure, earlier: Sequence[Failure], scaling: Scaling) -> De
     latest = [*earlier, failure][-SAME_STEP_LIMIT:]
     if len(latest) == SAME_STEP_LIMIT and failure.step is not None and {one.step for one in latest} == {failure.step}:
         return Decision(
-            restart=False, reason=f"{failure.reason}; step {failure.step} has failed {SAME_STEP_LIMIT} times in a row"
+            restart=False,
+            reason=f"{failure.reason}; step {failure.step} has failed {SAME_STEP_LIMIT} times in a row",
+            hopeless_step=failure.step,
         )
     since = failure.time - scaling.failure_window_seconds
     count = 1 + sum(one.time >= since for one in earlier)

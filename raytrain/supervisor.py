@@ -3,8 +3,9 @@
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
@@ -17,10 +18,12 @@ from raytrain.config import Config
 from raytrain.console import Console
 from raytrain.data.order import epoch_order
 from raytrain.errors import ResourceError, RunError, StoppedError, WorkerError
-from raytrain.failures import SAME_STEP_LIMIT, Failure, decide
+from raytrain.failures import Failure, decide
 from raytrain.plan import Plan
 from raytrain.recorder import EVENTS, Lines
 from raytrain.run import Run
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
 """How often the cluster is looked at: for nodes that have come or are about to leave, or that a run waits for."""
@@ -52,8 +55,8 @@ class Supervisor:
         relay = None
         while True:
             relay = relay if relay is not None and _lives(relay) else start_relay()
-            allotment, nodes = self._room()
-            self._run = self._next_attempt()
+            allotment, nodes = self._patiently(self._room)
+            self._run = self._patiently(lambda: runs.next_attempt(self._run))
             self._console.workers(allotment.num_workers)
             self._note("start", workers=allotment.num_workers)
             watch = _ClusterWatch(self._run.config, allotment, nodes, self._signals, self._console)
@@ -76,8 +79,9 @@ class Supervisor:
                 if not ended.failure.is_transient:
                     assert ended.error is not None
                     raise ended.error
+                samples = "" if decision.hopeless_step is None else self._samples(decision.hopeless_step)
                 raise WorkerError(
-                    f"{decision.reason}{self._samples()}; continue the run with --resume{details}"
+                    f"{decision.reason}{samples}; continue the run with --resume{details}"
                 ) from ended.error
             self._console.warn(f"{decision.reason}{details}")
             self._wait(decision.delay_seconds)
@@ -95,36 +99,28 @@ class Supervisor:
         self._console.line(f"{reason}; going on after a checkpoint")
 
     def _room(self) -> tuple[Allotment, list[Node]]:
-        """Workers that there is room for, and the nodes that have it; waits for that in a run that has begun.
+        """Workers that there is room for, and the nodes that have it."""
+        nodes = usable_nodes(ray.nodes(), nodes_leaving())
+        return allot(self._scaling, _unused(nodes) if self._crowded else nodes), nodes
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """What a call returns that may need time in a run that has begun: for nodes to come, for a disk to have room.
 
         Raises:
-            ResourceError: there is none.
+            ResourceError: there is still no room for the workers.
+            RunError: the run directory can still not be written.
             StoppedError: a signal came meanwhile.
         """
         begun, told = time.monotonic(), False
         while True:
-            nodes = usable_nodes(ray.nodes(), nodes_leaving())
             try:
-                return allot(self._scaling, _unused(nodes) if self._crowded else nodes), nodes
-            except ResourceError as error:
+                return call()
+            except (ResourceError, RunError) as error:
                 if self._run.attempt == 0 or time.monotonic() - begun > self._scaling.node_wait_seconds:
                     raise
                 if not told:
                     told = True
-                    self._console.warn(f"waiting up to {self._scaling.node_wait_seconds:g} s for nodes: {error}")
-                self._wait(LOOK_SECONDS)
-
-    def _next_attempt(self) -> Run:
-        begun, told = time.monotonic(), False
-        while True:
-            try:
-                return runs.next_attempt(self._run)
-            except RunError as error:  # a disk that is full, or a store that does not answer
-                if self._run.attempt == 0 or time.monotonic() - begun > self._scaling.node_wait_seconds:
-                    raise
-                if not told:
-                    told = True
-                    self._console.warn(f"{error}; tried again for {self._scaling.node_wait_seconds:g} s")
+                    self._console.warn(f"waiting up to {self._scaling.node_wait_seconds:g} s: {error}")
                 self._wait(LOOK_SECONDS)
 
     def _wait(self, seconds: float) -> None:
@@ -135,12 +131,8 @@ class Supervisor:
                 raise StoppedError("stopped; the newest checkpoint is of an earlier step", self._signals[0])
             time.sleep(min(left, 0.1))
 
-    def _samples(self) -> str:
-        """Of a step that has failed again and again, which images it has: in a file, and the first of them."""
-        steps = {failure.step for failure in self._failures[-SAME_STEP_LIMIT:]}
-        step = next(iter(steps))
-        if len(self._failures) < SAME_STEP_LIMIT or len(steps) > 1 or step is None:
-            return ""
+    def _samples(self, step: int) -> str:
+        """Which images a step has: in a file, and the first of them."""
         order = epoch_order(self._run.config.run.seed, step // self._plan.steps_per_epoch, self._plan.num_images)
         samples = [int(order[place]) for part in self._plan.micro_batches(step) for place in part]
         name = f"samples_of_step_{step}.txt"

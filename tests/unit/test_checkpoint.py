@@ -356,18 +356,9 @@ def test_a_folder_that_cannot_be_is_refused_by_path(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(new_disk):
     """A file system of one mebibyte."""
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {made.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    return new_disk(1024)
 
 
 def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(small_disk):

@@ -35,18 +35,9 @@ def new_recorder():
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(new_disk):
     """A file system of 256 KiB."""
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {made.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
+    return new_disk(256)
 
 
 def rows(folder):

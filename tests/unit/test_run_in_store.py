@@ -1,14 +1,11 @@
 """A run in an object store, a real S3 server on this machine: checkpoints, metrics, and a run that was stopped."""
 
 import logging
-import os
 import re
 import time
 from functools import partial
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from raytrain import checkpoint
 from raytrain.data.source import Sources
@@ -39,30 +36,14 @@ class Puts(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def server():
-    """(boto3's client, what the server was given) of a server with one bucket, which the environment points to."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=True)
-    server.start()
-    host, port = server.get_host_and_port()
-    before = dict(os.environ)
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://{host}:{port}",
-        AWS_ACCESS_KEY_ID="key",
-        AWS_SECRET_ACCESS_KEY="secret",
-        AWS_DEFAULT_REGION="us-east-1",
-        AWS_EC2_METADATA_DISABLED="true",
-    )
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
+def server(s3):
+    """(boto3's client, what the server was given) of a server with one bucket."""
+    s3.create_bucket(Bucket=BUCKET)
     puts, log = Puts(), logging.getLogger("werkzeug")
     log.addHandler(puts)
     log.setLevel(logging.INFO)
-    yield client, puts
+    yield s3, puts
     log.removeHandler(puts)
-    client.close()
-    os.environ.clear()
-    os.environ.update(before)
-    server.stop()
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """Checkpoints beside the step: what is copied, what a step waits for, what room they take, what a kill leaves."""
 
 import json
-import os
 import random
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -57,28 +54,6 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(checkpoint, "save", save)
     yield begun, may_go_on
     may_go_on.set()
-
-
-@pytest.fixture
-def new_disk(tmp_path):
-    """Mounts a file system of so many KiB."""
-    mount, mounted = shutil.which("mount"), []
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a tmpfs needs root")
-
-    def new(kib):
-        disk = tmp_path / f"disk{len(mounted)}"
-        disk.mkdir()
-        command = [mount, "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", disk]
-        made = subprocess.run(command, capture_output=True, check=False)
-        if made.returncode:
-            pytest.skip(f"mounting a tmpfs is not allowed here: {made.stderr.decode().strip()}")
-        mounted.append(disk)
-        return disk
-
-    yield new
-    for disk in mounted:
-        subprocess.run(["umount", disk], check=True)
 
 
 def save(saver, step, top1=None, weights=None, training=None):

@@ -13,11 +13,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import boto3
 import numpy as np
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from raytrain.config import Train
 from raytrain.data.loader import eval_batches, train_batches
@@ -58,29 +56,14 @@ class Requests(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def store():
-    """A server with one bucket, which the environment points to: (boto3's client, the requests it gets)."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=True)
-    server.start()
-    host, port = server.get_host_and_port()
-    before = dict(os.environ)
-    os.environ.update(
-        AWS_ENDPOINT_URL=f"http://{host}:{port}",
-        AWS_ACCESS_KEY_ID="key",
-        AWS_SECRET_ACCESS_KEY="secret",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
+def store(s3):
+    """A server with one bucket: (boto3's client, the requests it gets)."""
+    s3.create_bucket(Bucket=BUCKET)
     requests, log = Requests(), logging.getLogger("werkzeug")
     log.addHandler(requests)
     log.setLevel(logging.INFO)
-    yield client, requests
+    yield s3, requests
     log.removeHandler(requests)
-    client.close()
-    os.environ.clear()
-    os.environ.update(before)
-    server.stop()
 
 
 @pytest.fixture(scope="module")
