@@ -5,6 +5,7 @@ the driver knows of a rank that hangs, and where in its code, and of one whose m
 or Ray would give it up.
 """
 
+import asyncio
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 import ray.train.torch.config
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain.cluster import Allotment, Node
@@ -36,6 +39,8 @@ POLL_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 START_SECONDS = 300.0
 """In which all workers have begun, once there is room for them."""
+MAX_CONTROLLERS = 16
+"""Of attempts that are over, but for Ray's noticing that a machine is gone, which takes a minute."""
 EXIT_LOST = 86
 """Of a worker that was told to end at once, or has lost its driver."""
 
@@ -51,10 +56,30 @@ class Ended:
     """Whether the workers could not be placed: others hold what the cluster has."""
 
 
+class _Relay(Relay):
+    """The relay as an actor, which also takes in Ray's controllers of the workers.
+
+    Ray would start a process for each of them, which then imports for seconds what the one before had imported.
+    """
+
+    @ray.method(concurrency_group="controllers")
+    def control(self, arguments: dict[str, Any]) -> ray.train.Result:
+        """What a TrainController makes of its arguments."""
+        controller = TrainController(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+
 def start_relay() -> Any:
-    """The actor, on this machine."""
+    """The actor, on this machine. One serves all attempts, several of which may still be about to end."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0)(Relay).options(scheduling_strategy=here).remote()
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+        "concurrency_groups": {"controllers": MAX_CONTROLLERS},
+        "runtime_env": {"env_vars": get_env_vars_to_propagate()},  # which a controller passes on to its workers
+    }
+    return ray.remote(**options)(_Relay).remote()
 
 
 def attempt(
@@ -169,11 +194,19 @@ def _failed(reason: str, watch: Watch, details: object = "") -> Ended:
 
 
 class _Trainer(ray.train.torch.TorchTrainer):
-    """Ray's, without two of its actors: each takes a process that needs longer to start than all else it does.
+    """Ray's, without three of its actors: each takes a process that needs longer to start than all else it does.
 
-    One would distribute Ray's datasets. The other would remove placement groups, which Ray itself does when the driver
-    is gone, and lives for ever where the driver was killed and there is no dashboard.
+    One is for the controller, see `_Relay`. One would distribute Ray's datasets. The third would remove placement
+    groups, which Ray itself does when the driver is gone, and lives for ever where the driver was killed and there is
+    no dashboard.
     """
+
+    def __init__(self, relay: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._relay = relay
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
+        return ray.get(self._relay.control.remote(arguments))
 
     def _create_default_callbacks(self) -> list[Any]:
         without = ("PlacementGroupCleanerCallback", "DatasetsCallback")
@@ -185,6 +218,7 @@ def _make_trainer(
 ) -> ray.train.torch.TorchTrainer:
     use_gpu = "GPU" in allotment.resources
     return _Trainer(
+        relay,
         _train_worker,
         train_loop_config={"run": run, "relay": relay},
         torch_config=_TorchConfig(backend="nccl" if use_gpu else "gloo"),

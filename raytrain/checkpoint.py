@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -29,6 +30,7 @@ from raytrain.errors import CheckpointError, NonFiniteError, RunError
 from raytrain.storage import Storage
 
 FORMAT_VERSION = 1
+PIECE_BYTES = 1 << 16
 _MANIFEST = "manifest.json"
 _DAMAGED = "damaged_step_"
 
@@ -65,15 +67,16 @@ def save(
     final = folder / f"step_{step:08d}"
     try:
         with folder.new_folder(final.name, last=_MANIFEST) as temporary:
+            manifest = {}
             for name, tensors in weights.items():
                 contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-                safetensors.torch.save_file(contiguous, temporary / f"{name}.safetensors")
-            torch.save(dict(training), temporary / "training.pt")
-            _write_json(temporary / "state.json", {"format_version": FORMAT_VERSION, "step": step, **state})
-            prints = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-            _write_json(temporary / _MANIFEST, prints)
-            for path in temporary.iterdir():
-                path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files for the user alone
+                with _HashingFile(temporary, f"{name}.safetensors", manifest) as file:
+                    file.write(safetensors.torch.save(contiguous))
+            with _HashingFile(temporary, "training.pt", manifest) as file:
+                torch.save(dict(training), file)
+            with _HashingFile(temporary, "state.json", manifest) as file:
+                file.write(_json({"format_version": FORMAT_VERSION, "step": step, **state}))
+            (temporary / _MANIFEST).write_bytes(_json(manifest))
     except (RunError, OSError, RuntimeError, safetensors.SafetensorError) as error:
         needed = sum(tensor.nbytes for tensors in weights.values() for tensor in tensors.values())
         raise RunError(
@@ -213,8 +216,13 @@ def _score(path: Storage) -> float | None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # a sum passes over memory once; only of very large numbers is it infinite where none of them is
-    return not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    if not tensor.is_floating_point():
+        return True
+    values = tensor.detach().cpu().float()
+    # One pass over memory, by this thread alone: torch's own would have others spin until it is done. Only of very
+    # large numbers is the sum infinite where none of them is.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(values.numpy().sum())) or bool(values.isfinite().all())
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:
@@ -236,5 +244,31 @@ def _free(folder: Storage) -> str:
     return f", and {shutil.disk_usage(existing).free:,} are free"
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n", encoding="utf-8")
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=True) + "\n").encode()
+
+
+class _HashingFile(io.BufferedWriter):
+    """A new file whose size and hash go into a manifest when it is closed.
+
+    What is written goes to the kernel in small pieces: a thread that computes a step and wakes up on the core that
+    writes has to wait until the kernel is done with one.
+    """
+
+    def __init__(self, folder: Path, name: str, manifest: dict[str, dict[str, int | str]]) -> None:
+        super().__init__(io.FileIO(folder / name, "x"))
+        self._hash, self._bytes = hashlib.sha256(), 0
+        self._name, self._manifest = name, manifest
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        for first in range(0, len(view), PIECE_BYTES):
+            piece = view[first : first + PIECE_BYTES]
+            super().write(piece)
+            self._hash.update(piece)
+        self._bytes += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        super().close()
+        self._manifest[self._name] = {"bytes": self._bytes, "sha256": self._hash.hexdigest()}

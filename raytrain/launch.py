@@ -27,6 +27,7 @@ from ray._private import worker as ray_worker  # noqa: E402
 
 from raytrain import run as runs  # noqa: E402
 from raytrain import tracking  # noqa: E402
+from raytrain.attempt import start_relay  # noqa: E402
 from raytrain.cluster import allot, usable_nodes  # noqa: E402
 from raytrain.commandline import Request  # noqa: E402
 from raytrain.config import Config  # noqa: E402
@@ -57,6 +58,7 @@ def launch(request: Request) -> None:
     plan = make_plan(config.train, len(sources.train.labels))
     make_schedule(config, plan)
     with _ray(), listening() as signals:
+        relay = start_relay()  # it needs seconds
         allotment = allot(config.scaling, usable_nodes(ray.nodes(), nodes_leaving()))
         device_type = "cuda" if "GPU" in allotment.resources else "cpu"
         check_precision(config.train.precision, device_type)
@@ -68,7 +70,7 @@ def launch(request: Request) -> None:
             with Console(plan) as console, finishing(run, console):
                 for text in warnings:
                     console.warn(text)
-                Supervisor(run, plan, console, signals).train()
+                Supervisor(run, plan, console, signals, relay).train()
 
 
 def _check_tracking(config: Config) -> None:

@@ -138,7 +138,7 @@ def train(  # noqa: PLR0915 - a loop is best read from top to bottom
             if (save_due or stopping or saver.is_late(every)) and runtime.rank == 0:
                 monitor.enter("checkpoint")
                 described = {"epoch": epoch, "images_seen": plan.images_seen(progress.step), **identity}
-                saver.save(*state.parts(described))
+                saver.save(*state.parts(described), urgent=is_last or stopping)
                 if is_last or stopping:
                     saver.finish()
             if stopping and not is_last:

@@ -18,16 +18,16 @@ from raytrain.checkpoint import Warn
 from raytrain.errors import RunError
 from raytrain.storage import Storage
 
-NICENESS = 10
-"""Of the thread: where the cores are busy with steps it takes what they leave."""
+PATIENCE_SECONDS = 10.0
+"""After a write that has taken longer, because the cores are never free, the next ones do not wait for free ones."""
 
 
 class Saver:
     """Copies a state to host memory, and writes, hashes and prunes in a thread. For one rank.
 
-    One write is under way at a time, from one copy, which takes as much host memory as the state. Where a write
-    fails because of the disk the training goes on, with a warning: the checkpoints that there are stay, and the next
-    one that is due is tried.
+    One write is under way at a time, from one copy, which takes as much host memory as the state. The thread takes what
+    the steps leave of the cores, unless that makes it slow. Where a write fails because of the disk the training goes
+    on, with a warning: the checkpoints that there are stay, and the next one that is due is tried.
 
     Args:
         folder: of the run's checkpoints.
@@ -48,7 +48,9 @@ class Saver:
         self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
         self._warn, self._before = warn, before
         self._copies: list[torch.Tensor | None] = []
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_give_way)
+        self._modest = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_give_way)
+        self._prompt = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._is_slow = False
         self._written: Future[None] | None = None
         self._taken, self._first = time.monotonic(), True
 
@@ -67,8 +69,17 @@ class Saver:
         weights: Mapping[str, Mapping[str, torch.Tensor]],
         training: Mapping[str, Any],
         state: Mapping[str, Any],
+        *,
+        urgent: bool = False,
     ) -> None:
         """Takes a checkpoint, see `checkpoint.save`. Waits for the one before to be written, and for the copy.
+
+        Args:
+            step: see `checkpoint.save`.
+            weights: the same.
+            training: the same.
+            state: the same.
+            urgent: whether it is to be written as soon as can be, as before an end.
 
         Raises:
             NonFiniteError: a weight of the one before was not finite.
@@ -77,7 +88,8 @@ class Saver:
             self.finish()
         self._taken = time.monotonic()
         weights, training = self._copy((dict(weights), dict(training)))
-        self._written = self._executor.submit(self._write, step, weights, training, deepcopy(dict(state)))
+        executor = self._prompt if urgent or self._is_slow else self._modest
+        self._written = executor.submit(self._write, step, weights, training, deepcopy(dict(state)))
 
     def finish(self) -> None:
         """Waits for the last checkpoint.
@@ -91,7 +103,8 @@ class Saver:
 
     def close(self) -> None:
         """Waits for the last checkpoint, whatever becomes of it, and ends the thread."""
-        self._executor.shutdown()
+        self._modest.shutdown()
+        self._prompt.shutdown()
 
     def _copy(self, tree: Any) -> Any:
         """The same with its tensors in host memory that is used again for each copy."""
@@ -114,6 +127,7 @@ class Saver:
         return pytree.tree_unflatten(leaves, structure)
 
     def _write(self, *content: Any) -> None:
+        began = time.monotonic()
         try:
             self._before()
             if self._first:  # a process before this one may have been killed before it could
@@ -124,8 +138,16 @@ class Saver:
         except RunError as error:
             self._warn(str(error))
             raise
+        finally:
+            self._is_slow |= time.monotonic() - began > PATIENCE_SECONDS
 
 
 def _give_way() -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    """Makes the thread one that runs where a core has nothing else to do.
+
+    A lower priority is not enough: threads that compute a step together wait for the one whose core it takes. There is
+    no way back from it for a process without privileges.
+    """
+    if sys.platform == "linux":  # where a thread has a policy of its own
+        with suppress(OSError):  # a sandbox may refuse it
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

@@ -1,5 +1,6 @@
 """Starts a run's workers, resizes them with the cluster, and starts them anew after failures, until the run is done."""
 
+import itertools
 import signal
 import tempfile
 import time
@@ -32,10 +33,18 @@ SETTLE_SECONDS = 6.0
 
 
 class Supervisor:
-    """Starts workers until the run is done, or has to be given up."""
+    """Starts workers until the run is done, or has to be given up.
 
-    def __init__(self, run: Run, plan: Plan, console: Console, signals: list[int]) -> None:
-        self._run, self._plan, self._console, self._signals = run, plan, console, signals
+    Args:
+        run: which.
+        plan: of its epochs and steps.
+        console: shows it.
+        signals: that have come to this process.
+        relay: from `start_relay`.
+    """
+
+    def __init__(self, run: Run, plan: Plan, console: Console, signals: list[int], relay: Any) -> None:
+        self._run, self._plan, self._console, self._signals, self._relay = run, plan, console, signals, relay
         self._scaling = run.config.scaling
         self._events = Lines(run.folder, EVENTS)
         self._failures: list[Failure] = []
@@ -52,15 +61,17 @@ class Supervisor:
             self._train()
 
     def _train(self) -> None:
-        relay = None
-        while True:
-            relay = relay if relay is not None and _lives(relay) else start_relay()
+        for number in itertools.count():
+            if number > 0 and not _lives(self._relay):
+                self._relay = start_relay()
             allotment, nodes = self._patiently(self._room)
             self._run = self._patiently(lambda: runs.next_attempt(self._run))
             self._console.workers(allotment.num_workers)
             self._note("start", workers=allotment.num_workers)
             watch = _ClusterWatch(self._run.config, allotment, nodes, self._signals, self._console)
-            ended = attempt(self._run, allotment, nodes, relay, self._scratch, self._console.handle, watch.stop_wanted)
+            ended = attempt(
+                self._run, allotment, nodes, self._relay, self._scratch, self._console.handle, watch.stop_wanted
+            )
             self._crowded = ended.found_no_room
             if self._crowded:
                 continue

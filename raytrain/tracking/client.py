@@ -1,12 +1,11 @@
 """What every use of MLflow shares: its import, how long a request may take, and what a failure reads like."""
 
-import functools
 import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,8 @@ REQUEST_SECONDS = 5
 UPLOAD_SECONDS = 120
 """The same where the server passes a file on to its store before it answers."""
 
-_requests_lock = threading.Lock()
+_one_request, _limits_lock = threading.Lock(), threading.Lock()
+_in_force: list[dict[str, str | None]] = []
 
 
 @dataclass(frozen=True)
@@ -57,38 +57,44 @@ def connect(run: TrackedRun) -> "tuple[MlflowClient, RunInfo]":
 @contextmanager
 def request_limits(*, retries: int, upload: bool = False) -> Iterator[None]:
     """Limits the requests made inside, by one thread at a time."""
-    with _requests_lock:
-        before = _set_environment(_limits(UPLOAD_SECONDS if upload else REQUEST_SECONDS, retries))
-        try:
-            yield
-        finally:
-            _set_environment(before)
+    with _one_request, ExitStack() as stack:
+        stack.callback(_limit(UPLOAD_SECONDS if upload else REQUEST_SECONDS, retries))
+        yield
 
 
-def hold_request_limits() -> Callable[[], object]:
+def hold_request_limits() -> Callable[[], None]:
     """Limits all requests, without retries, until the function that it returns is called."""
-    with _requests_lock:
-        before = _set_environment(_limits(REQUEST_SECONDS, 0))
-    return functools.partial(_set_environment, before)
+    return _limit(REQUEST_SECONDS, 0)
 
 
-def _limits(seconds: int, retries: int) -> dict[str, str | None]:
-    """Variables that MLflow reads at each request; it can be told nowhere else."""
-    return {
+def _limit(seconds: int, retries: int) -> Callable[[], None]:
+    """Puts limits in force until the function that it returns is called; of several the last one counts."""
+    limits: dict[str, str | None] = {  # MLflow reads them at each request; it can be told nowhere else
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
     }
+    with _limits_lock:
+        if not _in_force:
+            _in_force.append({name: os.environ.get(name) for name in limits})  # what the user has set, if anything
+        _in_force.append(limits)
+        _set_environment(limits)
+
+    def end() -> None:
+        with _limits_lock:
+            _in_force[:] = [one for one in _in_force if one is not limits]
+            _set_environment(_in_force[-1])
+            if len(_in_force) == 1:
+                _in_force.clear()
+
+    return end
 
 
-def _set_environment(variables: dict[str, str | None]) -> dict[str, str | None]:
-    """Sets variables of the environment, or removes them: None. Returns what they were, to be set again."""
-    before = {name: os.environ.get(name) for name in variables}
+def _set_environment(variables: dict[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
-        elif value != before[name]:  # setenv is not safe beside another thread's getenv
+        elif value != os.environ.get(name):  # setenv is not safe beside another thread's getenv
             os.environ[name] = value
-    return before
 
 
 @contextmanager

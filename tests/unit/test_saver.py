@@ -1,7 +1,9 @@
 """Checkpoints beside the step: what is copied, what a step waits for, what room they take, what a kill leaves."""
 
 import json
+import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -101,6 +103,45 @@ def in_thread(call):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
+
+
+# beside the steps
+
+
+def policy_of(saver, step, monkeypatch, **options):
+    """The scheduling policy of the thread that writes a checkpoint."""
+    policies, write = [], checkpoint.save
+
+    def watched(*args):
+        policies.append(os.sched_getscheduler(threading.get_native_id()))
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "save", watched)
+    saver.save(step, {"model": weights_of(step)}, training_of(step), {"metrics": {}}, **options)
+    saver.finish()
+    monkeypatch.undo()
+    return policies
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no policy of their own")
+def test_a_write_takes_what_the_steps_leave_of_the_cores_unless_it_is_urgent(tmp_path, new_saver, monkeypatch):
+    saver = new_saver(tmp_path)
+    assert policy_of(saver, 1, monkeypatch) == [os.SCHED_IDLE]
+    assert policy_of(saver, 2, monkeypatch, urgent=True) == [os.SCHED_OTHER]
+    assert policy_of(saver, 3, monkeypatch) == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert steps(tmp_path) == [2, 3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no policy of their own")
+def test_after_a_write_that_was_slow_the_next_ones_take_their_share_of_the_cores(tmp_path, new_saver, monkeypatch):
+    saver = new_saver(tmp_path)
+    monkeypatch.setattr("raytrain.saver.PATIENCE_SECONDS", 0.0)
+    save(saver, 1)
+    saver.finish()
+    monkeypatch.undo()
+    assert policy_of(saver, 2, monkeypatch) == [os.SCHED_OTHER]
+    assert policy_of(saver, 3, monkeypatch) == [os.SCHED_OTHER]
 
 
 # copied

@@ -19,6 +19,7 @@ import torch
 from raytrain import tracking
 from raytrain.errors import TrackingError
 from raytrain.tracking import MetricSender, TrackedRun
+from raytrain.tracking.client import hold_request_limits, request_limits
 from raytrain.tracking.curves import draw_curves
 
 mlflow = pytest.importorskip("mlflow")
@@ -260,6 +261,22 @@ def test_a_run_that_was_deleted_or_is_unknown_is_refused(local_store):
         start(local_store, run_id="0" * 32)
 
 
+def test_limits_in_any_order_leave_what_the_user_has_set(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+
+    def limits():
+        return os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT"), os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+
+    first, second = hold_request_limits(), hold_request_limits()
+    with request_limits(retries=1, upload=True):
+        assert limits() == ("120", "1")
+        first()
+        second()  # as of a sender that is closed while its thread waits for an answer
+        assert limits() == ("120", "1")
+    assert limits() == ("77", None)
+
+
 # Metrics
 
 
@@ -319,11 +336,11 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_time(monkeypatch):
         wait_until(lambda: warnings)
         assert sender.close(0.5) == 400
         assert len(sender._waiting) == 300
-    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
     assert slowest < 0.1
     assert len(warnings) == 1
     assert uri in warnings[0]
     sender._thread.join(10)
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
 
 
 def test_a_machine_is_watched(local_store, monkeypatch):
