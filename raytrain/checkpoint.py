@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 
@@ -30,8 +29,18 @@ from raytrain.errors import CheckpointError, NonFiniteError, RunError
 from raytrain.storage import Storage
 
 FORMAT_VERSION = 1
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 18
 _MANIFEST = "manifest.json"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _DAMAGED = "damaged_step_"
 
 Warn = Callable[[str], None]
@@ -69,15 +78,14 @@ def save(
         with folder.new_folder(final.name, last=_MANIFEST) as temporary:
             manifest = {}
             for name, tensors in weights.items():
-                contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
                 with _HashingFile(temporary, f"{name}.safetensors", manifest) as file:
-                    file.write(safetensors.torch.save(contiguous))
+                    _write_safetensors(tensors, file)
             with _HashingFile(temporary, "training.pt", manifest) as file:
                 torch.save(dict(training), file)
             with _HashingFile(temporary, "state.json", manifest) as file:
                 file.write(_json({"format_version": FORMAT_VERSION, "step": step, **state}))
             (temporary / _MANIFEST).write_bytes(_json(manifest))
-    except (RunError, OSError, RuntimeError, safetensors.SafetensorError) as error:
+    except (RunError, OSError, RuntimeError) as error:
         needed = sum(tensor.nbytes for tensors in weights.values() for tensor in tensors.values())
         raise RunError(
             f"cannot write checkpoint {final}: {error}; its weights alone are {needed:,} bytes{_free(folder)}; "
@@ -246,6 +254,24 @@ def _free(folder: Storage) -> str:
 
 def _json(value: object) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=True) + "\n").encode()
+
+
+def _write_safetensors(tensors: Mapping[str, torch.Tensor], file: "_HashingFile") -> None:
+    """As github.com/huggingface/safetensors has the format. Its own writer wants a path or all of it in memory.
+
+    First the size of the header in 8 bytes, the header in JSON with the place of each tensor in what follows, padded
+    for alignment, then the tensors, those with wider numbers first.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    header, end = {}, 0
+    for key, tensor in ordered.items():
+        begin, end = end, end + tensor.nbytes
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in ordered.values():
+        file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class _HashingFile(io.BufferedWriter):

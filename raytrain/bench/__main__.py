@@ -4,7 +4,7 @@ python -m raytrain.bench step [--workers 2] [--rounds 7] [--steps 10] [--json PA
 python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threads N] [--json PATH] [--markdown PATH]
 python -m raytrain.bench start [--rounds 5] [--files 200000] [--json PATH] [--markdown PATH]
 python -m raytrain.bench tracker [--rounds 7] [--steps 30] [--json PATH] [--markdown PATH]
-python -m raytrain.bench checkpoint [--rounds 5] [--saves 4] [--spacing 3] [--json PATH] [--markdown PATH]
+python -m raytrain.bench checkpoint [--rounds 5] [--saves 8] [--spacing 3] [--json PATH] [--markdown PATH]
 
 step        the training loop against a bare DistributedDataParallel loop, and exact reduction against float
 data        the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
     start.add_argument("--files", type=_positive, default=200_000, help="in the folder that is listed")
     checkpoint = names.add_parser("checkpoint", help="what a checkpoint costs, against a synchronous save")
     checkpoint.add_argument("--rounds", type=_positive, default=5, help="measured rounds, after one to warm up")
-    checkpoint.add_argument("--saves", type=_positive, default=4, help="checkpoints in a round")
+    checkpoint.add_argument("--saves", type=_positive, default=8, help="checkpoints in a round")
     checkpoint.add_argument("--spacing", type=_positive, default=3, help="seconds of training from one to the next")
     tracker = names.add_parser("tracker", help="what an outage of MLflow costs a step")
     tracker.add_argument("--rounds", type=_positive, default=7, help="measured rounds, after one to warm up")

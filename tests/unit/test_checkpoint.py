@@ -391,3 +391,21 @@ def test_the_config_in_a_checkpoint_reads_back(tmp_path):
     text = json.loads((path / "state.json").read_text())["config"]
     (tmp_path / "config.yaml").write_text(text)
     assert build(read_yaml(tmp_path / "config.yaml"), {}, "") == config
+
+
+def test_safetensors_reads_weights_of_every_dtype_and_shape(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{dtype}{shape}": (torch.randn(shape, generator=generator) * 9).to(dtype)
+        for dtype in checkpoint._DTYPES
+        for shape in ((), (0,), (3,), (2, 3, 5))
+    }
+    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).T
+    path = checkpoint.save(at(tmp_path), 1, {"model": tensors}, {}, {}).path / "model.safetensors"
+    found = safetensors.torch.load_file(path)
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert found[key].equal(tensor), key
+    with safetensors.safe_open(path, "pt") as file:  # which maps it
+        assert file.get_tensor("torch.float64(3,)").equal(tensors["torch.float64(3,)"])
