@@ -214,6 +214,8 @@ def test_workers_are_started_again_and_end_in_the_same_bits(tmp_path, fault, und
         tree = run.tree()
         workers = workers_of(tree)
         assert len(workers) == 2
+        # what Ray would give a process of its own, for seconds of imports at each start
+        assert [name for process in tree if "Controller" in (name := " ".join(process.cmdline()))] == []
         fault(workers[-1])
         assert run.wait() == 0, run.out() + run.err()
         check_gone(tree)
