@@ -125,8 +125,9 @@ class Model(Section):
 class Optim(Section):
     """The optimizer."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
-    """`sgd`: with Nesterov momentum. `adamw`: decoupled weight decay (arXiv 1711.05101)."""
+    name: Literal["sgd", "adamw", "onebit_adam"] = "sgd"
+    """`sgd`: with Nesterov momentum. `adamw`: decoupled weight decay (arXiv 1711.05101). `onebit_adam`: the same while
+    it warms up, then with the variance frozen and the momentum sent as signs (arXiv 2102.02888)."""
     base_lr: float = Field(default=0.1, gt=0)
     """Learning rate at `schedule.base_batch_size`; the peak follows by `schedule.lr_scaling`."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -135,6 +136,8 @@ class Optim(Section):
     """Nesterov's form of the momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
+    freeze_step: int = Field(default=100, ge=1)
+    """Steps after which `onebit_adam` freezes the variance and compresses."""
     weight_decay: float = Field(default=1e-4, ge=0)
     """Weight decay of weights; biases and normalisation layers have none."""
 
@@ -208,13 +211,83 @@ class Train(Section):
 
 
 class Comm(Section):
-    """How gradients are reduced over the workers."""
+    """How gradients are reduced over the workers. `python -m raytrain.bench comm` measures what each choice is worth."""
 
     reduction: Literal["float", "exact"] = "float"
     """`float`: DistributedDataParallel's sums. `exact`: integer sums, the same bits for any number of workers
     with the same number of CPUs each."""
+    compression: Literal["none", "fp16", "bf16", "powersgd", "onebit"] = "none"
+    """What goes over the wire. `fp16`, `bf16`: half of the bits. `powersgd`: matrices of low rank (arXiv 1905.13727).
+    `onebit`: signs, with a scale a bucket and error feedback (Seide 2014; arXiv 1901.09847). With the hierarchical
+    topology between nodes only."""
+    topology: Literal["flat", "hierarchical"] = "flat"
+    """`flat`: one ring of all workers. `hierarchical`: sums inside each node, then between nodes, then spreads them
+    inside."""
+    workers_per_node: int | None = Field(default=None, ge=1)
+    """Workers that count as a node for the hierarchical topology, by rank. None: those that are on one node of Ray, or
+    on one host."""
+    overlap: Literal["backward", "next_step"] = "backward"
+    """What the reduction runs beside. `backward`: the rest of the backward pass. `next_step`: the next step's
+    computation too; gradients are applied one step late, the last one at the end."""
+    sync: Literal["every_step", "local_sgd", "async"] = "every_step"
+    """`every_step`: one gradient for all workers. `local_sgd`: each worker steps by its own gradients, and every
+    `period` steps weights and momentum are averaged (arXiv 1808.07217). `async`: workers push gradients to a parameter
+    server, and pull weights, without waiting for each other; needs Ray."""
+    period: int = Field(default=8, ge=1)
+    """Steps from one average of `local_sgd` to the next; under `async`, steps after which workers wait for each other
+    and agree on metrics. They do so before evaluations and checkpoints too."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps with one gradient for all workers before `local_sgd` begins."""
+    delay_compensation: float = Field(default=0.04, ge=0)
+    """Under `async`, how much of a gradient's change since it was computed is made up for: lambda of arXiv 1609.08326.
+    0: off."""
+    powersgd_rank: int = Field(default=4, ge=1)
+    """Rank of PowerSGD's matrices."""
+    powersgd_warm_start: bool = True
+    """Begin each of PowerSGD's iterations from the matrices of the step before."""
+    powersgd_start_step: int = Field(default=10, ge=2)
+    """Steps without compression before PowerSGD begins."""
     bucket_cap_mb: float = Field(default=25.0, gt=0)
     """Size of DistributedDataParallel's buckets, MiB; float reduction only."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients lie in the buckets, which saves a copy of them; float reduction only."""
+    static_graph: bool = False
+    """Tell DistributedDataParallel that each pass uses the same parameters in the same order; float reduction only."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a step needs to know of the gradients of the steps before."""
+        return self.compression in ("powersgd", "onebit") or self.overlap == "next_step"
+
+    @model_validator(mode="after")
+    def _check(self) -> "Comm":
+        if self.reduction == "exact":
+            self._refuse(
+                "comm.reduction=exact sums the integers of one step, the same on all workers",
+                compression="none",
+                overlap="backward",
+                sync="every_step",
+            )
+        if self.sync == "local_sgd":
+            self._refuse("comm.sync=local_sgd sends weights, no gradients", compression="none", overlap="backward")
+        if self.sync == "async":
+            self._refuse(
+                "comm.sync=async sends gradients to one server, and nothing from worker to worker",
+                compression="none",
+                topology="flat",
+                overlap="backward",
+            )
+        if self.workers_per_node is not None and self.topology == "flat":
+            raise ValueError(
+                f"comm.workers_per_node {self.workers_per_node} is set, and comm.topology is flat, which knows no "
+                "nodes; set comm.topology=hierarchical, or leave it out"
+            )
+        return self
+
+    def _refuse(self, reason: str, **needed: str) -> None:
+        for key, value in needed.items():
+            if getattr(self, key) != value:
+                raise ValueError(f"comm.{key} {getattr(self, key)} does not go with that: {reason}; set {key}={value}")
 
 
 class Elastic(Section):
@@ -322,7 +395,34 @@ class Config(Section):
                 f"schedule.warmup_epochs {self.schedule.warmup_epochs:g} must be less than train.epochs "
                 f"{self.train.epochs}: no step would be left for the decay; set schedule.warmup_epochs=0, say"
             )
+        self._check_comm()
         return self
+
+    def _check_comm(self) -> None:
+        comm, train = self.comm, self.train
+        late = comm.keeps_state or comm.sync != "every_step" or self.optim.name == "onebit_adam"
+        if late and train.precision == "fp16":
+            raise ValueError(
+                "train.precision fp16 skips steps whose gradients overflow, which a gradient that is late, or kept as "
+                "an error, cannot be; take bf16 or fp32, or the comm keys' defaults"
+            )
+        if self.optim.name == "onebit_adam":
+            plain = {"reduction": "float", "compression": "none", "overlap": "backward", "sync": "every_step"}
+            for key, value in plain.items():
+                if getattr(comm, key) != value:
+                    raise ValueError(
+                        f"comm.{key} {getattr(comm, key)} does not go with optim.name onebit_adam, which compresses "
+                        f"for itself; set comm.{key}={value}"
+                    )
+        if comm.sync == "async" and self.optim.name != "sgd":
+            raise ValueError(f"comm.sync async goes with optim.name sgd, not {self.optim.name}")
+        if (comm.sync == "async" or self.optim.name == "onebit_adam") and train.clip_grad_norm is not None:
+            raise ValueError(
+                "train.clip_grad_norm is of the whole gradient, which no worker has under comm.sync=async or "
+                "optim.name=onebit_adam; leave it out"
+            )
+        if comm.sync == "async" and train.ema_decay is not None:
+            raise ValueError("train.ema_decay needs the weights after each step, which no worker has under async")
 
 
 VARIANTS = ("fixed", "elastic")
@@ -336,7 +436,11 @@ SPEED_KEYS = (
     "data.cache_gib",
     "data.max_bad_fraction",
     "data.num_train_images",
+    "comm.topology",
+    "comm.workers_per_node",
     "comm.bucket_cap_mb",
+    "comm.gradient_as_bucket_view",
+    "comm.static_graph",
     "train.log_every",
     "train.step_timeout_seconds",
 )
