@@ -266,7 +266,8 @@ def _dump_flight_recorder(run: Run, status: Status) -> None:
 def _train_worker(payload: dict[str, Any]) -> None:
     """What runs in each of Ray's workers."""
     context, run, relay = ray.train.get_context(), payload["run"], payload["relay"]
-    monitor = Monitor(context.get_world_rank(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+    node = ray.get_runtime_context().get_node_id()
+    monitor = Monitor(context.get_world_rank(), socket.gethostname(), node)
     with _beating(run, relay, monitor) as stop_requested:
         runtime = Runtime(
             context.get_world_rank(),
@@ -274,6 +275,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
             context.get_world_size(),
             ray.train.torch.get_device(),
             stop_requested,
+            node,
         )
         work(run, runtime, lambda event: relay.push.remote(run.attempt, event), monitor)
 

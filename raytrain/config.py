@@ -211,7 +211,7 @@ class Train(Section):
 
 
 class Comm(Section):
-    """How gradients are reduced over the workers. `python -m raytrain.bench comm` measures what each choice is worth."""
+    """How gradients are reduced over the workers. `python -m raytrain.bench comm` measures what it is worth."""
 
     reduction: Literal["float", "exact"] = "float"
     """`float`: DistributedDataParallel's sums. `exact`: integer sums, the same bits for any number of workers

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ class Runtime:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stop_requested: Callable[[], int] = lambda: 0
     """The number of the signal that asks the run to end after the present step, or 0. Each rank may say so."""
+    node: str = ""
+    """What tells the node on which this process runs."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over all ranks, in place. All ranks must call."""
@@ -76,7 +79,7 @@ def torchrun_runtime(*, use_gpu: bool | None) -> Runtime:
     if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo")
-    return Runtime(dist.get_rank(), local_rank, dist.get_world_size(), device)
+    return Runtime(dist.get_rank(), local_rank, dist.get_world_size(), device, node=socket.gethostname())
 
 
 def available_cores() -> int:

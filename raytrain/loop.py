@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from raytrain import checkpoint
-from raytrain.comm import Totals
+from raytrain.comm import Outcome, Reduction, Totals
 from raytrain.commandline import dump
 from raytrain.config import Config
 from raytrain.data.bad import BadImages
@@ -25,7 +26,7 @@ from raytrain.monitor import Monitor
 from raytrain.plan import make_plan
 from raytrain.recorder import Recorder
 from raytrain.saver import Saver
-from raytrain.schedule import make_schedule
+from raytrain.schedule import LearningRate, make_schedule
 from raytrain.state import Progress, TrainState
 from raytrain.storage import Storage
 
@@ -89,33 +90,36 @@ def train(  # noqa: PLR0915 - a loop is best read from top to bottom
         runtime.device,
         bad_images.get("train"),
     )
-    window = Window()
+    window = Window(progress.step, state.reduction)
     with closing(saver), closing(batches):
         for step in steps:
             monitor.begin(step, "data")
             own = window.wait_for(batches)
+            is_last = step + 1 == plan.total_steps
+            epoch = (step + 1) / plan.steps_per_epoch
+            eval_due = is_last or epoch % config.train.eval_every_epochs == 0
+            save_due = is_last or saver.is_due(step + 1, epoch, every)
+            agree = eval_due or save_due
+
             micro_batches = plan.micro_batches(step)
             images = micro_batches[-1].stop - micro_batches[0].start
-            lr = learning_rate(step - progress.skipped_steps)
+            save = runtime.rank == 0 and saver.is_late(every)
 
-            totals = compute_gradients(
-                config, state, own, len(micro_batches), images, step, precision, runtime, monitor
+            count = len(micro_batches)
+            outcome = compute_gradients(
+                config, state, own, count, images, step, precision, runtime, monitor, save=save, agree=agree
             )
-            monitor.enter("update")
-            state.batchnorm.update(totals.batchnorm / len(micro_batches), step + 1)
-            applied = update(state, lr, config.train.clip_grad_norm)
+            while outcome is not None:
+                monitor.enter("update")
+                window.add(step, apply(config, state, outcome, step, learning_rate), outcome.totals)
+                outcome = state.reduction.flush() if is_last else None
             progress.step, progress.metrics = step + 1, {}
-            progress.skipped_steps += not applied
-            window.add(step, lr, totals)
 
-            is_last = progress.step == plan.total_steps
-            epoch = progress.step / plan.steps_per_epoch
-            eval_due = is_last or epoch % config.train.eval_every_epochs == 0
-            save_due = is_last or saver.is_due(progress.step, epoch, every)
-            log_due = eval_due or save_due or progress.step % config.train.log_every == 0
-            stopping = window.check() if log_due or runtime.device.type == "cpu" else False
-            if not (log_due or stopping):
+            log_due = agree or window.is_full(config.train.log_every)
+            asked = window.check() if log_due or runtime.device.type == "cpu" else Asked()
+            if not (log_due or asked.stop):
                 continue
+            saving, stopping = save_due or asked.stop or asked.save, asked.stop
 
             progress.train_seconds += window.seconds()
             skipped = {"train/skipped_steps": progress.skipped_steps} if precision == "fp16" else {}
@@ -135,19 +139,21 @@ def train(  # noqa: PLR0915 - a loop is best read from top to bottom
                 monitor.enter("evaluation")
                 progress.take_score(evaluate(state.evaluated, monitor.each(own_batches), num_classes, runtime))
                 recorder.metrics(progress.step, {**progress.metrics, **_report_bad(bad_images, runtime, recorder)})
-            if (save_due or stopping or saver.is_late(every)) and runtime.rank == 0:
+            if saving:
                 monitor.enter("checkpoint")
                 described = {"epoch": epoch, "images_seen": plan.images_seen(progress.step), **identity}
-                saver.save(*state.parts(described), urgent=is_last or stopping)
-                if is_last or stopping:
-                    saver.finish()
+                parts = state.parts(described)
+                if runtime.rank == 0:
+                    saver.save(*parts, urgent=is_last or stopping)
+                    if is_last or stopping:
+                        saver.finish()
             if stopping and not is_last:
                 runtime.barrier()  # the first rank to raise may take the others with it, rank 0 in its checkpoint too
                 raise StoppedError(
                     f"stopped after step {progress.step} of {plan.total_steps}; its checkpoint is in {folder}",
                     runtime.stop_requested() or signal.SIGTERM,
                 )
-            window = Window()
+            window = Window(progress.step, state.reduction)
     return progress
 
 
@@ -161,8 +167,13 @@ def compute_gradients(
     precision: str,
     runtime: Runtime,
     monitor: Monitor,
-) -> Totals:
+    *,
+    save: bool = False,
+    agree: bool = True,
+) -> Outcome:
     """Leaves the gradient of the mean loss over the step's images in the parameters. All ranks must call.
+
+    With `comm.overlap=next_step` it is that of the step before, with `comm.sync=local_sgd` that of own images.
 
     Args:
         config: the run.
@@ -174,10 +185,12 @@ def compute_gradients(
         precision: "fp32", "bf16" or "fp16".
         runtime: this process.
         monitor: is told where this rank is.
+        save: whether this rank wants a checkpoint.
+        agree: whether the ranks must come to the same weights after this step.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     while True:
-        state.reduction.begin(micro_batches)
+        state.reduction.begin(step, micro_batches, images)
         for number, batch in enumerate(own.batches, own.first):
             # what a network draws at random, as in dropout, follows from the micro-batch, not from who computes it
             torch.manual_seed(int(np.random.SeedSequence((config.run.seed, step, number)).generate_state(1)[0]))
@@ -192,18 +205,27 @@ def compute_gradients(
                 state.scaler.scale(loss / images).backward()
             state.reduction.add(loss.detach(), batch.count)
         monitor.enter("all-reduce")
-        totals = state.reduction.finish(runtime.stop_requested())
-        if totals is not None:
-            break
-    if config.data.on_bad_image == "skip":  # the mean is over those that are left
-        for parameter in state.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(images / totals.images.clamp(min=1))
-    return totals
+        outcome = state.reduction.finish(runtime.stop_requested(), save=save, agree=agree)
+        if outcome is not None:
+            return outcome
+
+
+def apply(config: Config, state: TrainState, outcome: Outcome, step: int, learning_rate: LearningRate) -> float:
+    """Applies what a step has come to, if there is anything yet. All ranks must call.
+
+    Returns:
+        The learning rate of the step whose gradient it was; in its absence of this one.
+    """
+    if outcome.step is None:
+        return learning_rate(step - state.progress.skipped_steps)
+    lr = learning_rate(outcome.step - state.progress.skipped_steps)
+    state.batchnorm.update(outcome.statistics, outcome.step + 1)
+    state.progress.skipped_steps += not update(state, lr, config.train.clip_grad_norm)
+    return lr
 
 
 def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> bool:
-    """Applies the gradients, and moves the moving average after them.
+    """Applies the gradients, and moves the moving average after them. All ranks must call.
 
     Returns:
         False where the gradients overflowed float16 and nothing was applied. With float16 this waits for the device;
@@ -220,16 +242,27 @@ def update(state: TrainState, lr: float, clip_grad_norm: float | None) -> bool:
     applied = state.scaler.get_scale() >= scale
     if state.ema is not None and applied:
         state.ema.update_parameters(state.model)
+    state.reduction.after_update()
     return applied
+
+
+class Asked(NamedTuple):
+    """What ranks have asked for; the same on all of them."""
+
+    stop: bool = False
+    save: bool = False
 
 
 class Window:
     """The steps since metrics were last logged. Their tensors stay on the device until `check` reads them."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int, reduction: Reduction) -> None:
+        self._first, self._steps = first, 0
+        self._reduction, self._sent_bytes = reduction, reduction.sent_bytes
         self._started, self._waited = time.perf_counter(), 0.0
         self._images, self._loss, self._lr = 0.0, 0.0, 0.0
         self._unread: list[tuple[int, float, Totals]] = []
+        self._has_all, self._asked = False, Asked()
 
     def wait_for(self, batches: Iterator[StepBatches]) -> StepBatches:
         """The next of the batches; the time it takes is time in which data held training back."""
@@ -238,21 +271,25 @@ class Window:
         self._waited += time.perf_counter() - start
         return own
 
-    def add(self, step: int, lr: float, totals: Totals) -> None:
-        """Takes in a step."""
-        self._lr = lr
-        self._unread.append((step, lr, totals))
+    def add(self, step: int, lr: float, totals: Totals | None) -> None:
+        """Takes in a step, and what it has brought to be known of it and those before."""
+        self._lr, self._has_all, self._steps = lr, totals is not None, step + 1 - self._first
+        if totals is not None:
+            self._unread.append((step, lr, totals))
 
-    def check(self) -> bool:
+    def is_full(self, size: int) -> bool:
+        """Whether it has passed a multiple of so many steps, and the ranks know of its steps."""
+        return self._has_all and (self._first + self._steps) // size > self._first // size
+
+    def check(self) -> Asked:
         """Reads the steps taken in, which waits for the device.
 
         Returns:
-            Whether a rank was asked to stop. The same on all ranks.
+            What ranks have asked for in them and those read before; the same on all ranks.
 
         Raises:
             NonFiniteError: a loss was not finite. On all ranks.
         """
-        stop = False
         for step, lr, totals in self._unread:
             if totals.bad.any():
                 ranks = ", ".join(str(rank) for rank in totals.bad.nonzero().flatten().tolist())
@@ -262,22 +299,29 @@ class Window:
                 )
             self._loss += float(totals.loss)
             self._images += float(totals.images)
-            stop = stop or bool(totals.stop)
+            self._asked = Asked(self._asked.stop or bool(totals.stop), self._asked.save or bool(totals.save))
         self._unread.clear()
-        return stop
+        return self._asked
 
     def seconds(self) -> float:
         """Since the window was opened."""
         return time.perf_counter() - self._started
 
     def metrics(self) -> dict[str, float]:
-        """Means over the window, which must have been checked."""
+        """Means over the window, which must have been checked.
+
+        perf/comm_fraction is the time in which this rank's steps waited for communication and did nothing else, over
+        all of it; perf/comm_bytes_per_step what this rank has sent for it, see `Reduction.sent_bytes`.
+        """
         seconds = self.seconds()
+        loss = {"train/loss": self._loss / self._images} if self._images else {}
         return {
-            "train/loss": self._loss / max(self._images, 1),
+            **loss,
             "train/lr": self._lr,
             "perf/images_per_second": self._images / seconds,
             "perf/data_wait_fraction": self._waited / seconds,
+            "perf/comm_fraction": self._reduction.clock.seconds() / seconds,
+            "perf/comm_bytes_per_step": (self._reduction.sent_bytes - self._sent_bytes) / self._steps,
         }
 
 

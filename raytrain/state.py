@@ -56,7 +56,7 @@ class TrainState:
         self.ema = make_ema(self.model, config.train.ema_decay)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=precision == "fp16")
-        self.reduction = make_reduction(config, self.model, self.batchnorm, runtime)
+        self.reduction = make_reduction(config, self.model, self.batchnorm, runtime, self.optimizer, self.ema)
         self.progress = Progress()
 
     @property
@@ -67,7 +67,9 @@ class TrainState:
     def parts(
         self, description: dict[str, Any]
     ) -> tuple[int, dict[str, dict[str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
-        """Step, weights, training state and description, as `checkpoint.save` takes them. They are views, no copies.
+        """Step, weights, training state and description, as `checkpoint.save` takes them. All ranks must call.
+
+        They are views, no copies, and the same on every rank.
 
         Args:
             description: what state.json is to say beside the progress; plain JSON values.
@@ -98,8 +100,9 @@ class TrainState:
                 self.ema.n_averaged.fill_(training["ema_updates"])
             self.optimizer.load_state_dict(training["optimizer"])
             self.scaler.load_state_dict(training["scaler"])
-            self.reduction.load_state_dict(training["reduction"])
             self.progress = Progress(**state["progress"])
+            reduction = {key: value.to(self.batchnorm.running.device) for key, value in training["reduction"].items()}
+            self.reduction.load_state_dict(reduction)
         except (RuntimeError, ValueError, KeyError, TypeError, RunError) as error:
             raise CheckpointError(f"checkpoint {path} does not fit this config: {error}") from error
         self.batchnorm.reload()

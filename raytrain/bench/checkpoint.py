@@ -80,10 +80,10 @@ class _Training:
         """Takes so many."""
         state = self._state
         for step in range(state.progress.step, state.progress.step + count):
-            totals = compute_gradients(
+            outcome = compute_gradients(
                 self._config, state, self._batches, 1, IMAGES, step, self._precision, self._runtime, self._monitor
             )
-            state.batchnorm.update(totals.batchnorm, step + 1)
+            state.batchnorm.update(outcome.statistics, step + 1)
             update(state, 0.01, None)
             state.progress.step = step + 1
 

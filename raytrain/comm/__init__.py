@@ -1,17 +1,51 @@
 """How a step's gradients, losses and batch-norm statistics become one over all workers."""
 
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from raytrain.comm.bucket import FlatOrder
+from raytrain.comm.compression import Compression, Half, Uncompressed
 from raytrain.comm.exact import ExactReduction
 from raytrain.comm.float import FloatReduction
-from raytrain.comm.step import Reduction, Totals
+from raytrain.comm.late import LateReduction
+from raytrain.comm.local import LocalReduction
+from raytrain.comm.onebit import Onebit
+from raytrain.comm.powersgd import PowerSGD
+from raytrain.comm.step import Outcome, Reduction, Totals
+from raytrain.comm.topology import nodes_of
 from raytrain.config import Config
 from raytrain.distributed import Runtime
 from raytrain.model import Classifier, StepBatchNorm
 
-__all__ = ["ExactReduction", "FloatReduction", "Reduction", "Totals", "make_reduction"]
+__all__ = ["Outcome", "Reduction", "Totals", "make_reduction"]
 
 
-def make_reduction(config: Config, model: Classifier, batchnorm: StepBatchNorm, runtime: Runtime) -> Reduction:
+def make_reduction(
+    config: Config,
+    model: Classifier,
+    batchnorm: StepBatchNorm,
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    ema: AveragedModel | None,
+) -> Reduction:
     """The reduction that the config names. All ranks must call."""
+    nodes = [[rank] for rank in range(runtime.world_size)]
+    if config.comm.topology == "hierarchical":
+        nodes = nodes_of(runtime.gather(runtime.node), config.comm.workers_per_node)
     if config.comm.reduction == "exact":
-        return ExactReduction(model, batchnorm, runtime)
-    return FloatReduction(model, batchnorm, runtime, config.comm, config.data.image_size)
+        return ExactReduction(config, model, batchnorm, runtime, nodes)
+    if config.comm.sync == "local_sgd":
+        return LocalReduction(config, model, batchnorm, runtime, nodes, optimizer, ema)
+    kind = LateReduction if config.comm.overlap == "next_step" else FloatReduction
+    return kind(config, model, batchnorm, runtime, nodes, _make_compression(config, model))
+
+
+def _make_compression(config: Config, model: Classifier) -> Compression:
+    order = FlatOrder([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if config.comm.compression == "onebit":
+        return Onebit(order)
+    if config.comm.compression == "powersgd":
+        return PowerSGD(order, config.comm, config.run.seed)
+    if config.comm.compression == "none":
+        return Uncompressed()
+    return Half(torch.float16 if config.comm.compression == "fp16" else torch.bfloat16)

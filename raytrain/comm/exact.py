@@ -24,7 +24,10 @@ from typing import Any
 
 import torch
 
-from raytrain.comm.step import Reduction, Totals
+from raytrain.comm.lane import Lane
+from raytrain.comm.step import Clock, Outcome, Reduction, Totals, rescale
+from raytrain.comm.topology import Topology
+from raytrain.config import Config
 from raytrain.distributed import Runtime
 from raytrain.errors import NonFiniteError
 from raytrain.model import Classifier, StepBatchNorm
@@ -44,8 +47,10 @@ BLOCK = 2**16
 class ExactReduction(Reduction):
     """Sums that do not depend on the number of ranks. All ranks must construct it."""
 
-    def __init__(self, model: Classifier, batchnorm: StepBatchNorm, runtime: Runtime) -> None:
-        self.module = model
+    def __init__(
+        self, config: Config, model: Classifier, batchnorm: StepBatchNorm, runtime: Runtime, nodes: list[list[int]]
+    ) -> None:
+        self.module, self.clock, self._skips_images = model, Clock(runtime), config.data.on_bad_image == "skip"
         self._batchnorm, self._runtime = batchnorm, runtime
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() for p in self._parameters]
@@ -58,10 +63,15 @@ class ExactReduction(Reduction):
         offsets = [0, *accumulate(sizes)]
         self._bucket_sums = [self._sums[offsets[b.start] : offsets[b.stop]] for b in self._buckets]
         self._largest_before = torch.zeros(len(sizes), device=runtime.device)
+        self._lane = self._topology = None
+        if any(len(ranks) > 1 for ranks in nodes):
+            self._lane, self._topology = Lane(runtime.device), Topology(nodes, runtime.rank)
+        self._sent_bytes = 0.0
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, step: int, micro_batches: int, images: int) -> None:
+        self._step, self._micro_batches, self._images = step, micro_batches, images
         self._limit = float(2**31 // micro_batches - 1)
         exponent = torch.log2(self._limit / HEADROOM / self._largest_before).floor_()
         self._scale = torch.exp2(exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT))
@@ -70,7 +80,7 @@ class ExactReduction(Reduction):
         self._extremes = [[zero] for _ in self._parameters]
         self._bad = torch.zeros(self._runtime.world_size, device=self._runtime.device)
         self._too_large = torch.zeros(1, device=self._runtime.device)
-        self._statistics = torch.zeros(3 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
+        self._statistics = torch.zeros(4 + self._batchnorm.seen.numel(), dtype=torch.int64, device=self._runtime.device)
         self._is_first = [True] * len(self._parameters)
         self._is_last_pass = False
         self._complete: set[int] = set()
@@ -83,19 +93,24 @@ class ExactReduction(Reduction):
         return nullcontext()
 
     def add(self, loss: torch.Tensor, images: int) -> None:
-        values = torch.cat([loss.view(1), loss.new_tensor([images, 0]), self._batchnorm.seen]).double()
+        values = torch.cat([loss.view(1), loss.new_tensor([images, 0, 0]), self._batchnorm.seen]).double()
         self._bad[self._runtime.rank] += ~loss.isfinite()
         self._too_large += loss.isfinite() & ~(values.abs() <= LARGEST_STATISTIC).all()
         self._statistics += (values * STATISTICS_SCALE).round_().long()
 
-    def finish(self, stop: int) -> Totals | None:
+    def finish(self, stop: int = 0, *, save: bool = False, agree: bool = True) -> Outcome | None:
+        del agree  # they do after each step
         self._start_all()
+        self.clock.start()
         world_size, count = self._runtime.world_size, len(self._parameters)
         own = torch.stack([torch.stack(extremes).abs().amax() for extremes in self._extremes])
         agreed = torch.cat([self._bad, self._too_large, ~own.isfinite(), own.nan_to_num(0, 0)])
         bad, too_large, not_finite, largest = self._runtime.max(agreed).split([world_size, 1, count, count])
         for wait in self._started:
             wait()
+        self.clock.stop()
+        if self._lane is not None:
+            self._lane.check()
         used = largest * self._scale
         too_small = (used < self._limit / HEADROOM / SHRINKAGE) & (largest > 0) & (self._scale < 2**LARGEST_EXPONENT)
         if too_large:
@@ -113,9 +128,16 @@ class ExactReduction(Reduction):
             self._take_sums()
         for parameter, gradient in zip(self._parameters, self._gradients_of, strict=True):
             parameter.grad = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-        self._statistics[2] = int(stop * STATISTICS_SCALE)
-        totals = self._runtime.sum(self._statistics).double() / STATISTICS_SCALE
-        return Totals(totals[0], totals[1], totals[2], bad, totals[3:].float())
+        self._statistics[2], self._statistics[3] = int(stop * STATISTICS_SCALE), int(save * STATISTICS_SCALE)
+        sums = self._runtime.sum(self._statistics).double() / STATISTICS_SCALE
+        if self._skips_images:
+            rescale(self._parameters, self._images, sums[1])
+        totals = Totals(sums[0], sums[1], sums[2], sums[3], bad)
+        return Outcome(self._step, sums[4:].float() / self._micro_batches, totals)
+
+    @property
+    def sent_bytes(self) -> float:
+        return self._sent_bytes if self._topology is None else self._topology.sent_bytes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"largest": self._largest_before}
@@ -142,7 +164,7 @@ class ExactReduction(Reduction):
             while len(self._started) < len(self._buckets) and self._complete.issuperset(
                 self._buckets[len(self._started)]
             ):
-                self._started.append(self._runtime.start_sum(self._bucket_sums[len(self._started)]))
+                self._start_sum(self._bucket_sums[len(self._started)])
 
     def _start_all(self) -> None:
         """Starts the sums that this rank's last backward pass has not started, as all of them if it had none."""
@@ -152,6 +174,14 @@ class ExactReduction(Reduction):
             for index in bucket:
                 for block in self._sum_blocks_of[index] if self._is_first[index] else ():
                     block.zero_()
+            self._start_sum(sums)
+
+    def _start_sum(self, sums: torch.Tensor) -> None:
+        if self._lane is not None and (topology := self._topology) is not None:
+            self._started.append(self._lane.submit(lambda: topology.sum(sums), sums).wait)
+        else:
+            world_size = self._runtime.world_size
+            self._sent_bytes += 2 * (world_size - 1) / world_size * sums.nbytes
             self._started.append(self._runtime.start_sum(sums))
 
     def _take_sums(self) -> None:

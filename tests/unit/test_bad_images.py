@@ -114,7 +114,7 @@ def test_a_micro_batch_of_less_than_two_is_filled_without_labels(mixup):
 
 def gradients(runtime, config, own, micro_batches, images):
     state = TrainState(config, 3, runtime, "fp32")
-    totals = compute_gradients(config, state, own, micro_batches, images, 0, "fp32", runtime, Monitor())
+    totals = compute_gradients(config, state, own, micro_batches, images, 0, "fp32", runtime, Monitor()).totals
     return totals, [parameter.grad.clone() for parameter in state.model.parameters()]
 
 

@@ -75,11 +75,11 @@ def follow_trajectory(runtime, config, reference):
         state.batchnorm.reload()
         parts = plan.micro_batches(step)
         images = parts[-1].stop - parts[0].start
-        totals = compute_gradients(config, state, own, len(parts), images, step, "fp32", runtime, Monitor())
-        state.batchnorm.update(totals.batchnorm / len(parts), step + 1)
+        outcome = compute_gradients(config, state, own, len(parts), images, step, "fp32", runtime, Monitor())
+        state.batchnorm.update(outcome.statistics, step + 1)
         gradients = {name: parameter.grad for name, parameter in state.model.body.named_parameters()}
         statistics = [state.model.body.state_dict()[name] for name in running_names(state.model.body)]
-        got = {"loss": totals.loss / images, **gradients, "statistics": torch.cat(statistics)}
+        got = {"loss": outcome.totals.loss / images, **gradients, "statistics": torch.cat(statistics)}
         assert got.keys() == want.keys()
         errors.append(max(relative_error(got[name], want[name]) for name in want))
     return errors

@@ -227,7 +227,7 @@ def test_logged_losses_are_means_over_the_images_since_the_last_log(straight, tm
 def gradient_of(config, batches, images, parts):
     state = TrainState(config, CLASSES, Runtime(), "fp32")
     state.model.eval()  # no dropout
-    totals = compute_gradients(config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime(), Monitor())
+    totals = compute_gradients(config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime(), Monitor()).totals
     return totals, [parameter.grad.clone() for parameter in state.model.parameters()]
 
 
@@ -531,7 +531,7 @@ def many_things(runtime, folder):
         batches = train_batches(
             sources.train, config.data, plan, 0, runtime.rank, runtime.world_size, 0, 1, runtime.device
         )
-        totals = compute_gradients(config, state, next(batches), 2, 8, 0, "fp32", runtime, Monitor())
+        totals = compute_gradients(config, state, next(batches), 2, 8, 0, "fp32", runtime, Monitor()).totals
         results[reduction] = float(totals.loss), [p.grad.numpy() for p in state.model.parameters()]
 
     last_rank = runtime.rank == runtime.world_size - 1

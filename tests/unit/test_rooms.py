@@ -51,7 +51,11 @@ FLOORS = [
     {"raytrain.data.source"},
     {"raytrain.data.bad", "raytrain.data.fill", "raytrain.data.identity"},
     {"raytrain.comm.step", "raytrain.data.loader", "raytrain.describe"},
-    {"raytrain.comm.exact", "raytrain.comm.float", "raytrain.evaluation"},
+    {"raytrain.comm.bucket", "raytrain.comm.group", "raytrain.comm.lane"},
+    {"raytrain.comm.topology"},
+    {"raytrain.comm.compression"},
+    {"raytrain.comm.exact", "raytrain.comm.float", "raytrain.comm.onebit", "raytrain.comm.powersgd"},
+    {"raytrain.comm.late", "raytrain.comm.local", "raytrain.evaluation"},
     {"raytrain.comm"},
     {"raytrain.state"},
     # 3: the loop, and the run directory
