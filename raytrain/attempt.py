@@ -30,6 +30,7 @@ from raytrain.errors import RaytrainError, RunError, StoppedError, WorkerError
 from raytrain.failures import Failure
 from raytrain.monitor import Monitor, Status
 from raytrain.relay import Orders, Relay
+from raytrain.remote import RemoteServer, start_server
 from raytrain.run import Run
 from raytrain.signals import listen, signal_to_stop
 from raytrain.watch import LOST_SECONDS, Watch
@@ -104,7 +105,8 @@ def attempt(
             number all ranks stop after a step. Raises StoppedError to end at once.
     """
     watch = Watch(run.config.train.step_timeout_seconds, nodes)
-    trainer = _make_trainer(run, allotment, nodes, relay, scratch)
+    server = start_server(run.config) if run.config.comm.sync == "async" else None
+    trainer = _make_trainer(run, allotment, nodes, relay, server, scratch)
     errors: list[BaseException] = []
 
     def fit() -> None:
@@ -214,13 +216,13 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
 
 def _make_trainer(
-    run: Run, allotment: Allotment, nodes: Sequence[Node], relay: Any, scratch: str
+    run: Run, allotment: Allotment, nodes: Sequence[Node], relay: Any, server: Any, scratch: str
 ) -> ray.train.torch.TorchTrainer:
     use_gpu = "GPU" in allotment.resources
     return _Trainer(
         relay,
         _train_worker,
-        train_loop_config={"run": run, "relay": relay},
+        train_loop_config={"run": run, "relay": relay, "server": server},
         torch_config=_TorchConfig(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=allotment.num_workers,
@@ -276,6 +278,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
             ray.train.torch.get_device(),
             stop_requested,
             node,
+            payload["server"] and RemoteServer(payload["server"]),
         )
         work(run, runtime, lambda event: relay.push.remote(run.attempt, event), monitor)
 

@@ -277,6 +277,11 @@ class Comm(Section):
                 topology="flat",
                 overlap="backward",
             )
+        if self.warmup_steps and self.sync != "local_sgd":
+            raise ValueError(
+                f"comm.warmup_steps {self.warmup_steps} is of comm.sync=local_sgd, and comm.sync is {self.sync}; leave "
+                "it out"
+            )
         if self.workers_per_node is not None and self.topology == "flat":
             raise ValueError(
                 f"comm.workers_per_node {self.workers_per_node} is set, and comm.topology is flat, which knows no "
@@ -420,6 +425,11 @@ class Config(Section):
             raise ValueError(
                 "train.clip_grad_norm is of the whole gradient, which no worker has under comm.sync=async or "
                 "optim.name=onebit_adam; leave it out"
+            )
+        if (comm.sync == "async" or self.optim.name == "onebit_adam") and self.data.on_bad_image == "skip":
+            raise ValueError(
+                "data.on_bad_image=skip makes up for images that are missing in the whole gradient, which no worker "
+                "has under comm.sync=async or optim.name=onebit_adam; set data.on_bad_image=fail"
             )
         if comm.sync == "async" and train.ema_decay is not None:
             raise ValueError("train.ema_decay needs the weights after each step, which no worker has under async")

@@ -28,6 +28,8 @@ class Runtime:
     """The number of the signal that asks the run to end after the present step, or 0. Each rank may say so."""
     node: str = ""
     """What tells the node on which this process runs."""
+    server: Any = None
+    """The parameter server of `comm.sync=async`, see `comm.server`, where there is one."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over all ranks, in place. All ranks must call."""

@@ -322,6 +322,7 @@ class Window:
             "perf/data_wait_fraction": self._waited / seconds,
             "perf/comm_fraction": self._reduction.clock.seconds() / seconds,
             "perf/comm_bytes_per_step": (self._reduction.sent_bytes - self._sent_bytes) / self._steps,
+            **self._reduction.metrics(),
         }
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from raytrain import checkpoint
-from raytrain.comm import make_reduction
+from raytrain.comm import make_push_optimizer, make_reduction
 from raytrain.config import Config
 from raytrain.distributed import Runtime
 from raytrain.errors import CheckpointError, RunError
@@ -54,7 +54,11 @@ class TrainState:
         self.model = build_model(config.model, config.data, num_classes, config.run.seed).to(runtime.device)
         self.batchnorm = StepBatchNorm(self.model.body)
         self.ema = make_ema(self.model, config.train.ema_decay)
-        self.optimizer = make_optimizer(self.model, config.optim)
+        self.optimizer = (
+            make_push_optimizer(config, self.model, runtime)
+            if config.comm.sync == "async"
+            else make_optimizer(self.model.parameters(), config.optim)
+        )
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=precision == "fp16")
         self.reduction = make_reduction(config, self.model, self.batchnorm, runtime, self.optimizer, self.ema)
         self.progress = Progress()

@@ -3,12 +3,14 @@
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from raytrain.comm.asynchronous import AsyncReduction, make_push_optimizer
 from raytrain.comm.bucket import FlatOrder
 from raytrain.comm.compression import Compression, Half, Uncompressed
 from raytrain.comm.exact import ExactReduction
 from raytrain.comm.float import FloatReduction
 from raytrain.comm.late import LateReduction
 from raytrain.comm.local import LocalReduction
+from raytrain.comm.momentum import OnebitMomentum
 from raytrain.comm.onebit import Onebit
 from raytrain.comm.powersgd import PowerSGD
 from raytrain.comm.step import Outcome, Reduction, Totals
@@ -16,8 +18,9 @@ from raytrain.comm.topology import nodes_of
 from raytrain.config import Config
 from raytrain.distributed import Runtime
 from raytrain.model import Classifier, StepBatchNorm
+from raytrain.optim import OnebitAdam
 
-__all__ = ["Outcome", "Reduction", "Totals", "make_reduction"]
+__all__ = ["Outcome", "Reduction", "Totals", "make_push_optimizer", "make_reduction"]
 
 
 def make_reduction(
@@ -34,14 +37,19 @@ def make_reduction(
         nodes = nodes_of(runtime.gather(runtime.node), config.comm.workers_per_node)
     if config.comm.reduction == "exact":
         return ExactReduction(config, model, batchnorm, runtime, nodes)
-    if config.comm.sync == "local_sgd":
-        return LocalReduction(config, model, batchnorm, runtime, nodes, optimizer, ema)
-    kind = LateReduction if config.comm.overlap == "next_step" else FloatReduction
-    return kind(config, model, batchnorm, runtime, nodes, _make_compression(config, model))
-
-
-def _make_compression(config: Config, model: Classifier) -> Compression:
+    if config.comm.sync != "every_step":
+        kind = LocalReduction if config.comm.sync == "local_sgd" else AsyncReduction
+        return kind(config, model, batchnorm, runtime, nodes, optimizer, ema)
     order = FlatOrder([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if isinstance(optimizer, OnebitAdam):
+        compression = OnebitMomentum(order, optimizer, runtime.world_size)
+    else:
+        compression = _make_compression(config, order)
+    kind = LateReduction if config.comm.overlap == "next_step" else FloatReduction
+    return kind(config, model, batchnorm, runtime, nodes, compression)
+
+
+def _make_compression(config: Config, order: FlatOrder) -> Compression:
     if config.comm.compression == "onebit":
         return Onebit(order)
     if config.comm.compression == "powersgd":

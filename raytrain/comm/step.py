@@ -94,6 +94,10 @@ class Reduction(ABC):
         """Bytes that this rank has sent to others for gradients since it was constructed, by arithmetic."""
         return 0.0
 
+    def metrics(self) -> dict[str, float]:
+        """What else there is to log of the steps since this was last called."""
+        return {}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the next step needs to know of this one, the same on every rank. All ranks must call.
 

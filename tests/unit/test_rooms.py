@@ -51,17 +51,18 @@ FLOORS = [
     {"raytrain.data.source"},
     {"raytrain.data.bad", "raytrain.data.fill", "raytrain.data.identity"},
     {"raytrain.comm.step", "raytrain.data.loader", "raytrain.describe"},
-    {"raytrain.comm.bucket", "raytrain.comm.group", "raytrain.comm.lane"},
+    {"raytrain.comm.bucket", "raytrain.comm.group", "raytrain.comm.lane", "raytrain.comm.server"},
     {"raytrain.comm.topology"},
     {"raytrain.comm.compression"},
     {"raytrain.comm.exact", "raytrain.comm.float", "raytrain.comm.onebit", "raytrain.comm.powersgd"},
-    {"raytrain.comm.late", "raytrain.comm.local", "raytrain.evaluation"},
+    {"raytrain.comm.late", "raytrain.comm.local", "raytrain.comm.momentum", "raytrain.evaluation"},
+    {"raytrain.comm.asynchronous"},
     {"raytrain.comm"},
     {"raytrain.state"},
     # 3: the loop, and the run directory
     {"raytrain.loop", "raytrain.run"},
     # 4: what one process does, and what it came to; who starts the processes
-    {"raytrain.worker", "raytrain.preparation", "raytrain.results"},
+    {"raytrain.worker", "raytrain.preparation", "raytrain.remote", "raytrain.results"},
     {"raytrain.attempt"},
     {"raytrain.supervisor"},
     {"raytrain.launch", "raytrain.standalone"},
@@ -80,7 +81,14 @@ ROOMS_OF_SEVERAL_FILES = {"raytrain.tracking", "raytrain.bench"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ONLY_IN = {
-    "ray": {"raytrain.attempt", "raytrain.launch", "raytrain.preparation", "raytrain.supervisor", "raytrain.sweep"},
+    "ray": {
+        "raytrain.attempt",
+        "raytrain.launch",
+        "raytrain.preparation",
+        "raytrain.remote",
+        "raytrain.supervisor",
+        "raytrain.sweep",
+    },
     "mlflow": {"raytrain.tracking"},
     "pyarrow": {
         "raytrain.data.folder",

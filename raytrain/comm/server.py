@@ -1,0 +1,81 @@
+"""A parameter server: weights, and the optimizer that moves them by gradients as they come."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from raytrain.config import Optim
+from raytrain.optim import make_optimizer
+
+
+class Server(Protocol):
+    """What workers know of it, wherever it is. Vectors are flat, float32, in the order of the model's parameters."""
+
+    def begin(self, shapes: Sequence[tuple[int, ...]], weights: torch.Tensor, momenta: torch.Tensor) -> None:
+        """Takes weights and momenta to go on from; forgets what was."""
+        ...
+
+    def push(self, rank: int, gradient: torch.Tensor, lr: float) -> tuple[torch.Tensor, int]:
+        """Applies a rank's gradient, of the weights that it was given last.
+
+        Returns:
+            The weights now, and how many gradients of others had been applied since the rank was given its own.
+        """
+        ...
+
+    def pull(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives a rank the weights and momenta as they are."""
+        ...
+
+
+class ParameterServer(Server):
+    """Asynchronous SGD with delay compensation, DC-ASGD (Zheng 2017, arXiv 1609.08326). For one thread.
+
+    A gradient g of weights w_old comes when they have become w. In its place g + strength g g (w - w_old) is applied,
+    an estimate of the gradient at w.
+
+    Args:
+        optim: the optimizer.
+        strength: of the compensation, lambda; 0 for none.
+    """
+
+    def __init__(self, optim: Optim, strength: float) -> None:
+        self._optim, self._strength = optim, strength
+
+    def begin(self, shapes: Sequence[tuple[int, ...]], weights: torch.Tensor, momenta: torch.Tensor) -> None:
+        self._weights, self._momenta = weights.clone(), momenta.clone()
+        self._gradient = torch.zeros_like(self._weights)
+        self._parameters = [nn.Parameter(view) for view in _views(self._weights, shapes)]
+        self._optimizer = make_optimizer(self._parameters, self._optim)
+        pieces = _views(self._momenta, shapes), _views(self._gradient, shapes)
+        for parameter, momentum, gradient in zip(self._parameters, *pieces, strict=True):
+            parameter.grad = gradient
+            if self._optim.momentum:
+                self._optimizer.state[parameter]["momentum_buffer"] = momentum
+        self._updates = 0
+        self._given: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def push(self, rank: int, gradient: torch.Tensor, lr: float) -> tuple[torch.Tensor, int]:
+        updates, given = self._given.get(rank, (self._updates, self._weights))
+        staleness = self._updates - updates
+        self._gradient.copy_(gradient)
+        if staleness and self._strength:
+            self._gradient.addcmul_(gradient.square(), self._weights - given, value=self._strength)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._updates += 1
+        self._given[rank] = self._updates, self._weights.clone()
+        return self._given[rank][1], staleness
+
+    def pull(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._given[rank] = self._updates, self._weights.clone()
+        return self._given[rank][1], self._momenta
+
+
+def _views(vector: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The parts of a vector, each in its shape."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [piece.view(shape) for piece, shape in zip(vector.split(sizes), shapes, strict=True)]
