@@ -123,6 +123,9 @@ def attempt(
         stopped = _follow(thread, allotment.num_workers, relay, watch, show, stop_wanted)
     except ray.exceptions.RayError as error:  # its workers end when they hear no more of it
         return _failed(f"the relay between workers and driver failed ({type(error).__name__})", watch)
+    finally:
+        if server is not None:
+            ray.kill(server)
     if stopped:
         reason = "stopped before the workers had begun"  # so there is nothing to save
         return Ended(Failure(reason, is_transient=False), StoppedError(reason, stopped))

@@ -216,6 +216,11 @@ class Comm(Section):
     reduction: Literal["float", "exact"] = "float"
     """`float`: DistributedDataParallel's sums. `exact`: integer sums, the same bits for any number of workers
     with the same number of CPUs each."""
+    strategy: Literal["fixed", "auto"] = "fixed"
+    """`fixed`: as the keys below say. `auto`: at each start latency, bandwidth and computation are measured, and the
+    topology with the shortest predicted step is taken."""
+    auto_bf16: bool = False
+    """Let `auto` take bf16 compression too."""
     compression: Literal["none", "fp16", "bf16", "powersgd", "onebit"] = "none"
     """What goes over the wire. `fp16`, `bf16`: half of the bits. `powersgd`: matrices of low rank (arXiv 1905.13727).
     `onebit`: signs, with a scale a bucket and error feedback (Seide 2014; arXiv 1901.09847). With the hierarchical
@@ -277,12 +282,23 @@ class Comm(Section):
                 topology="flat",
                 overlap="backward",
             )
+        if self.strategy == "auto":
+            self._refuse(
+                "comm.strategy=auto chooses how the float sums of a step go",
+                reduction="float",
+                compression="none",
+                topology="flat",
+                overlap="backward",
+                sync="every_step",
+            )
+        if self.auto_bf16 and self.strategy == "fixed":
+            raise ValueError("comm.auto_bf16 is of comm.strategy=auto; set comm.compression=bf16 instead")
         if self.warmup_steps and self.sync != "local_sgd":
             raise ValueError(
                 f"comm.warmup_steps {self.warmup_steps} is of comm.sync=local_sgd, and comm.sync is {self.sync}; leave "
                 "it out"
             )
-        if self.workers_per_node is not None and self.topology == "flat":
+        if self.workers_per_node is not None and self.topology == "flat" and self.strategy == "fixed":
             raise ValueError(
                 f"comm.workers_per_node {self.workers_per_node} is set, and comm.topology is flat, which knows no "
                 "nodes; set comm.topology=hierarchical, or leave it out"
@@ -412,7 +428,13 @@ class Config(Section):
                 "an error, cannot be; take bf16 or fp32, or the comm keys' defaults"
             )
         if self.optim.name == "onebit_adam":
-            plain = {"reduction": "float", "compression": "none", "overlap": "backward", "sync": "every_step"}
+            plain = {
+                "strategy": "fixed",
+                "reduction": "float",
+                "compression": "none",
+                "overlap": "backward",
+                "sync": "every_step",
+            }
             for key, value in plain.items():
                 if getattr(comm, key) != value:
                     raise ValueError(
@@ -446,6 +468,7 @@ SPEED_KEYS = (
     "data.cache_gib",
     "data.max_bad_fraction",
     "data.num_train_images",
+    "comm.strategy",
     "comm.topology",
     "comm.workers_per_node",
     "comm.bucket_cap_mb",

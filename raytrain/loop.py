@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from raytrain import checkpoint
-from raytrain.comm import Outcome, Reduction, Totals
+from raytrain.comm import Outcome, Reduction, Totals, choose_strategy
 from raytrain.commandline import dump
 from raytrain.config import Config
 from raytrain.data.bad import BadImages
@@ -33,7 +33,7 @@ from raytrain.storage import Storage
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(  # noqa: PLR0915 - a loop is best read from top to bottom
+def train(  # noqa: C901, PLR0915 - a loop is best read from top to bottom
     config: Config,
     runtime: Runtime,
     sources: Sources,
@@ -67,12 +67,16 @@ def train(  # noqa: PLR0915 - a loop is best read from top to bottom
     precision = _agree_on_precision(config, runtime)
     num_classes, num_threads = len(sources.train.class_names), config.data.num_threads or torch.get_num_threads()
 
+    asked_for = dump(config)
+    if config.comm.strategy == "auto":
+        config, reason = choose_strategy(config, num_classes, runtime, AUTOCAST_DTYPES.get(precision))
+        recorder.note(reason)
     state = TrainState(config, num_classes, runtime, precision)
     if (path := _agree_on_checkpoint(folder, runtime, recorder)) is not None:
         check_same_data(path, checkpoint.load_state(path), identity)
         state.load(path)
         recorder.note(f"resuming after step {state.progress.step} from {path}")
-    identity |= {"precision": precision, "config": dump(config)}
+    identity |= {"precision": precision, "config": asked_for}
 
     bad_images = BadImages.of_sets(config.data, sources)
     progress, every = state.progress, config.checkpoint

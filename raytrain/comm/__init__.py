@@ -5,6 +5,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from raytrain.comm.asynchronous import AsyncReduction, make_push_optimizer
 from raytrain.comm.bucket import FlatOrder
+from raytrain.comm.choose import choose_strategy
 from raytrain.comm.compression import Compression, Half, Uncompressed
 from raytrain.comm.exact import ExactReduction
 from raytrain.comm.float import FloatReduction
@@ -20,7 +21,7 @@ from raytrain.distributed import Runtime
 from raytrain.model import Classifier, StepBatchNorm
 from raytrain.optim import OnebitAdam
 
-__all__ = ["Outcome", "Reduction", "Totals", "make_push_optimizer", "make_reduction"]
+__all__ = ["Outcome", "Reduction", "Totals", "choose_strategy", "make_push_optimizer", "make_reduction"]
 
 
 def make_reduction(

@@ -23,6 +23,10 @@ class Group:
         """Of this rank among the group's."""
         return self.ranks.index(dist.get_rank())
 
+    def close(self) -> None:
+        """Ends the group."""
+        dist.destroy_process_group(self.group)
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the group, in place."""
         self.count_all_reduce(tensor.nbytes)

@@ -15,7 +15,7 @@ class OnebitMomentum(Compression):
     A rank's momentum is the common one of the step before, moved by the rank's own gradient; the sum over W ranks of
     beta1 m / W + (1 - beta1) g is the common one of this step. It is sent as what it moves the weights by, divided by
     the root of the frozen variance: there one scale fits all of a bucket. Where the paper sends the momentum itself,
-    a weight with next to no variance, such as one that only ever sees padding, is thrown far off by the scale of others.
+    a weight with next to no variance, such as one that only ever sees padding, is thrown far off by the others' scale.
     """
 
     def __init__(self, order: FlatOrder, optimizer: OnebitAdam, world_size: int) -> None:

@@ -57,6 +57,12 @@ class Topology:
             for part, leader in zip(parts, self._ranks, strict=False):
                 self._inside.broadcast(part, leader)
 
+    def close(self) -> None:
+        """Ends its groups. All ranks must call."""
+        for group in (self._inside, self._between):
+            if group is not None:
+                group.close()
+
 
 def nodes_of(places: Sequence[Hashable], workers_per_node: int | None) -> list[list[int]]:
     """The ranks on each node, in the order of the nodes' first ranks.

@@ -1,0 +1,71 @@
+"""How long a step takes with a way of communicating, from what the computation and the links take.
+
+The model. A step computes its micro-batches; during the last one's backward pass buckets of gradients become ready one
+after another, and are summed over the ranks one after another. A sum of `size` bytes takes a + b size seconds: a is its
+messages' latency, b what the slowest link takes for a byte. So a bucket begins when it is ready and the one before is
+done, and the step ends with the last one, a small sum of its own and the update. Where processors do both, a sum also
+takes c size seconds of a processor that the computation then lacks: no step is shorter than all of its work.
+
+    step = max(forward + last bucket's end, forward + backward + c bytes) + a + update
+
+Over W ranks a ring takes 2 (W - 1) messages and passes on 2 (W - 1) / W of the bytes, which says what a and b become
+for another number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What a step of one rank takes without communication, seconds; of the slowest rank."""
+
+    forward: float
+    """All up to the last backward pass."""
+    backward: float
+    """The last backward pass."""
+    update: float
+    buckets: tuple[tuple[float, int], ...]
+    """For each bucket, when it is ready, after the last backward pass began, and its bytes in float32."""
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.update
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What sums over the ranks take, in one way of doing them."""
+
+    ranks: int
+    """In the ring whose links are the slowest: all of them, or one a node."""
+    latency: float
+    """a, seconds."""
+    seconds_per_byte: float
+    """b, of float32 that is summed, however few bits go over the wire for it."""
+    work_per_byte: float
+    """c, seconds of this rank's processor; 0 on a GPU."""
+
+    def over(self, ranks: int) -> "Sums":
+        """The same with so many ranks in the ring."""
+        share, own_share = (ranks - 1) / ranks, (self.ranks - 1) / self.ranks
+        messages = (ranks - 1) / (self.ranks - 1)
+        factor = share / own_share
+        return Sums(ranks, self.latency * messages, self.seconds_per_byte * factor, self.work_per_byte * factor)
+
+
+def predict_step(computation: Computation, sums: Sums) -> float:
+    """Seconds of a step, by the model above."""
+    end = 0.0
+    for ready, size in computation.buckets:
+        end = max(end, ready) + sums.latency + sums.seconds_per_byte * size
+    work = computation.backward + sums.work_per_byte * sum(size for _, size in computation.buckets)
+    return computation.forward + max(end, work) + sums.latency + computation.update
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The line through the first and the last of (size, seconds): latency and seconds a byte, neither below 0."""
+    (small, first), (large, last) = points[0], points[-1]
+    slope = max(last - first, 0.0) / (large - small)
+    return max(first - slope * small, 0.0), slope

@@ -1,0 +1,118 @@
+"""Measures what `predict` needs, on the ranks of a run, in a few steps and sums."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain.comm.bucket import Bucket
+from raytrain.comm.compression import Compression
+from raytrain.comm.lane import Future
+from raytrain.comm.predict import Computation, Sums, fit_line
+from raytrain.comm.topology import Topology
+from raytrain.config import Config
+from raytrain.distributed import Runtime
+from raytrain.model import build_model
+from raytrain.optim import make_optimizer
+from raytrain.plan import deal
+
+STEPS = 4
+"""Of which the first ones, in which memory is found and buckets are laid out, do not count."""
+SIZES = (2**16, 2**20, 2**23)
+"""Bytes of the sums that are timed."""
+REPEATS = 3
+
+
+def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtype: torch.dtype | None) -> Computation:
+    """Times steps on random images, whose gradients go nowhere. All ranks must call.
+
+    Args:
+        config: the run.
+        num_classes: of the training set.
+        runtime: this process.
+        dtype: of autocast, or None.
+    """
+    device, size = runtime.device, config.train.micro_batch_size
+    model = build_model(config.model, config.data, num_classes, config.run.seed).to(device)
+    optimizer = make_optimizer(model.parameters(), config.optim)
+    parallel = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=config.comm.gradient_as_bucket_view,
+        bucket_cap_mb=config.comm.bucket_cap_mb,
+    )
+    parallel.broadcast_buffers = False
+    ready: list[tuple[float, int]] = []
+
+    def keep(_: object, bucket: GradBucket) -> Future:
+        ready.append((_now(device), bucket.buffer().nbytes))
+        done: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        done.set_result(bucket.buffer())
+        return done
+
+    parallel.register_comm_hook(None, keep)
+    images = torch.randint(256, (size, config.data.image_size, config.data.image_size, 3), dtype=torch.uint8)
+    images, labels = images.to(device), torch.zeros(size, dtype=torch.int64, device=device)
+    own = len(deal(config.train.global_batch_size // size, runtime.world_size)[0])
+    spans: list[list[float]] = []
+    for _ in range(STEPS):
+        ready.clear()
+        start = _now(device)
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = functional.cross_entropy(parallel(images), labels)
+        middle = _now(device)
+        loss.backward()
+        end = _now(device)
+        optimizer.step()
+        optimizer.zero_grad()
+        spans.append([middle - start, end - middle, _now(device) - end, *(when - middle for when, _ in ready)])
+    slowest = [max(figures) for figures in zip(*runtime.gather(_medians(spans[STEPS // 2 :])), strict=True)]
+    forward, backward, update = slowest[:3]
+    buckets = tuple(zip(slowest[3:], [size for _, size in ready], strict=True))
+    return Computation(own * forward + (own - 1) * backward, backward, update, buckets)
+
+
+def measure_sums(topology: Topology, compression: Compression, runtime: Runtime, ranks: int) -> Sums:
+    """Times sums of a few sizes. All ranks must call.
+
+    Args:
+        topology: how they go.
+        compression: what goes over the wire. It must keep no state.
+        runtime: this process.
+        ranks: in the ring whose links are the slowest.
+    """
+    points, work = [], []
+    for size in SIZES:
+        bucket = Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True)
+        seconds, cpu = _time(lambda bucket=bucket: compression.sum(bucket, topology), runtime)
+        points.append((size, seconds))
+        work.append((size, cpu))
+    latency, slope = fit_line(points)
+    on_gpu = runtime.device.type == "cuda"
+    return Sums(ranks, latency, slope, 0.0 if on_gpu else fit_line(work)[1])
+
+
+def _time(call: Callable[[], None], runtime: Runtime) -> tuple[float, float]:
+    """Seconds that a call takes, and of this process' processors: medians of a few, of the slowest rank."""
+    call()
+    spans = []
+    for _ in range(REPEATS):
+        runtime.barrier()
+        start, work = _now(runtime.device), time.process_time()
+        call()
+        spans.append([_now(runtime.device) - start, time.process_time() - work])
+    seconds, work = (max(figures) for figures in zip(*runtime.gather(_medians(spans)), strict=True))
+    return seconds, work
+
+
+def _medians(rows: list[list[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
