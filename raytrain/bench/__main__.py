@@ -5,12 +5,15 @@ python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threa
 python -m raytrain.bench start [--rounds 5] [--files 200000] [--json PATH] [--markdown PATH]
 python -m raytrain.bench tracker [--rounds 7] [--steps 30] [--json PATH] [--markdown PATH]
 python -m raytrain.bench checkpoint [--rounds 5] [--saves 8] [--spacing 3] [--json PATH] [--markdown PATH]
+python -m raytrain.bench comm [--hosts 4] [--workers-per-host 1] [--deal node] [--rate 1gbit] [--find-rate 0.82]
+    [--rounds 5] [--steps 3] [--strategies a,b] [--picture PATH] [--tracking URI] [--json PATH] [--markdown PATH]
 
 step        the training loop against a bare DistributedDataParallel loop, and exact reduction against float
 data        the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
 start       listing a large folder against ImageFolder, opening 1.3 million rows, the next epoch's order
 tracker     what an MLflow that is stopped, hangs or fails costs a step, against one that answers
 checkpoint  what one costs the training, against a synchronous save
+comm        strategies of communication on links of some rate, against DistributedDataParallel; root on Linux
 """
 
 import argparse
@@ -50,7 +53,18 @@ def main(words: Sequence[str]) -> int:
     tracker = names.add_parser("tracker", help="what an outage of MLflow costs a step")
     tracker.add_argument("--rounds", type=_positive, default=7, help="measured rounds, after one to warm up")
     tracker.add_argument("--steps", type=_positive, default=30, help="steps of each side in a round")
-    runs = {step: _step, data: _data, start: _start, checkpoint: _checkpoint, tracker: _tracker}
+    comm = names.add_parser("comm", help="strategies of communication against DistributedDataParallel")
+    comm.add_argument("--hosts", type=_positive, default=4, help="in network namespaces of this machine")
+    comm.add_argument("--workers-per-host", type=_positive, default=1, help="processes on each of them")
+    comm.add_argument("--deal", choices=["node", "round"], default="node", help="ranks host by host, or in turn")
+    comm.add_argument("--rate", type=_words, default=["unshaped", "1gbit"], help="of the links, several by commas")
+    comm.add_argument("--find-rate", type=float, metavar="FRACTION", help="that ddp falls to; then a tenth of it too")
+    comm.add_argument("--rounds", type=_positive, default=5, help="measured rounds; each turn in them warms up")
+    comm.add_argument("--steps", type=_positive, default=3, help="optimizer steps of each strategy in a round")
+    comm.add_argument("--strategies", type=_words, help="by commas; else all there are")
+    comm.add_argument("--picture", metavar="PATH", type=Path, help="draw the figures there")
+    comm.add_argument("--tracking", metavar="URI", help="store table, figures and picture in MLflow")
+    runs = {step: _step, data: _data, start: _start, checkpoint: _checkpoint, tracker: _tracker, comm: _comm}
     for command, run in runs.items():
         command.add_argument("--json", metavar="PATH", help="write the figures there too")
         command.add_argument("--markdown", metavar="PATH", type=Path, help="write the table there too")
@@ -96,12 +110,32 @@ def _tracker(args: argparse.Namespace) -> "Report":
     return bench_tracker(args.rounds, args.steps)
 
 
+def _comm(args: argparse.Namespace) -> "Report":
+    from raytrain.bench.comm import Layout, bench_comm
+    from raytrain.bench.comm_rank import STRATEGIES
+    from raytrain.bench.comm_report import tracked
+
+    layout = Layout(args.hosts, args.workers_per_host, args.deal)
+    rates = [None if rate == "unshaped" else rate for rate in args.rate]
+    names = args.strategies or list(STRATEGIES)
+    with tracked(args.tracking, {name: str(value) for name, value in vars(args).items() if name != "run"}) as store:
+        report = bench_comm(layout, rates, args.rounds, args.steps, names, args.find_rate)
+        store(report)
+    if args.picture:
+        report.draw().savefig(args.picture, dpi=130)
+    return report
+
+
 def _publish(report: "Report", args: argparse.Namespace) -> None:
     print(report.table())
     if args.json:
         report.write_json(args.json)
     if args.markdown:
         args.markdown.write_text(report.table() + "\n", encoding="utf-8")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _positive(word: str) -> int:

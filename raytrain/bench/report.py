@@ -25,7 +25,8 @@ class Report:
         ratios: by key X_vs_Y, the rows above and below the line, of the same round. Where rows are costs Y's is
             above, so that more is always better.
         notes: what a reader must know beside the figures.
-        lines: where units differ: by its title, the rows that a line of the table shows, a column for each unit.
+        lines: where units differ: by its title, the rows that a line of the table shows, a column for each unit, and ""
+            for none.
         libraries: those whose versions matter to the figures.
         digits: of the rows' figures, after the point.
     """
@@ -68,12 +69,13 @@ class Report:
         return [*head, *(_line(name, figures, self.digits) for name, figures in self.rows.items())]
 
     def _wide_lines(self) -> list[str]:
-        units = [self._unit(name) for name in next(iter(self.lines.values()))]
+        columns = zip(*self.lines.values(), strict=True)
+        units = [self._unit(next(filter(None, names))) for names in columns]
         head = ["| median (min - max) | " + " | ".join(units) + " |", "|---" * (len(units) + 1) + "|"]
         return [
             *head,
             *(
-                f"| {title} | {' | '.join(_cell(self.rows[name]) for name in names)} |"
+                f"| {title} | {' | '.join(_cell(self.rows[name]) if name else '' for name in names)} |"
                 for title, names in self.lines.items()
             ),
         ]

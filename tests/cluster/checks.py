@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tests.cluster.hosts import ROOT, environment
+from raytrain.bench.hosts import ROOT, environment
 
 KEEP = 2, 1
 """Newest and best checkpoints that the run is to keep."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from raytrain.bench.hosts import ROOT, cluster_of, environment
 from tests.cluster.checks import KEEP, Steps, read_rows
-from tests.cluster.hosts import ROOT, cluster_of, environment, start_ray
+from tests.cluster.nodes import start_ray
 
 DISK = "64m"
 RECIPE = (

@@ -2,9 +2,9 @@
 
 import pytest
 
+from raytrain.bench.hosts import why_not
 from tests.cluster import checks
 from tests.cluster.faults import campaign
-from tests.cluster.hosts import why_not
 from tests.cluster.lab import lab_in
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

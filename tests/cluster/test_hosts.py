@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from hosts import cluster_of, environment, why_not
+
+from raytrain.bench.hosts import ROOT, bits_per_second, cluster_of, environment, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -38,6 +38,25 @@ try:
     print("closed" if not peer.recv(100) else "data")
 except OSError as error:
     print(type(error).__name__)
+"""
+SINK = """
+import socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    print("listens", flush=True)
+    for number in range(2):
+        peer, _ = server.accept()
+        while peer.recv(1 << 20):
+            pass
+        peer.close()
+"""
+SOURCE = """
+import socket, sys, time
+start = time.perf_counter()
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.sendall(bytes(int(sys.argv[2])))
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+print(time.perf_counter() - start)
 """
 PYTHON = sys.executable
 
@@ -109,6 +128,36 @@ def test_a_cut_link_is_mended(pair, tmp_path):
     assert client.run(PYTHON, "-c", CLIENT, server.address, "0.1").stdout.split() == ["ping", "TimeoutError"]
 
 
+def test_a_shaped_link_takes_its_time_and_its_bytes_are_counted(pair, tmp_path):
+    source, sink = pair
+    sink.start(PYTHON, "-c", SINK, sink.address, out=tmp_path / "sink")
+    _wait_for(tmp_path / "sink", "listens")
+    size = 8_000_000
+    for rate, least in (("100mbit", 0.6), (None, 0.0)):
+        source.shape("10mbit")  # is replaced
+        source.shape(rate)
+        before = source.sent_bytes()
+        done = source.run(PYTHON, "-c", SOURCE, sink.address, size)
+        assert size <= source.sent_bytes() - before < 1.06 * size, done.stderr
+        seconds = float(done.stdout)
+        assert seconds > least  # 0.64 s less what goes out at once
+        assert rate or seconds < 0.6
+    source.shape(None)  # which it is already
+    assert bits_per_second("2.5gbit") == 2.5e9
+    with pytest.raises(ValueError, match="'1 GB' is no rate"):
+        source.shape("1 GB")
+
+
+def test_a_conversation(pair, tmp_path):
+    code = "import sys; print(sys.stdin.readline().upper(), end='', flush=True); sys.exit('no more')"
+    process = pair[0].converse(PYTHON, "-c", code, log=tmp_path / "log")
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "HELLO\n"
+    assert process.wait(10) == 1
+    assert (tmp_path / "log").read_text() == "no more\n"
+
+
 def test_signals_and_the_end_of_a_command(pair, tmp_path):
     host, out = pair[0], tmp_path / "out"
     process = host.start(
@@ -146,15 +195,13 @@ def test_nothing_is_left(tmp_path):
 
 def test_a_killed_owner_leaves_no_process_and_its_number_is_free(tmp_path):
     code = """
-import sys, time; from hosts import cluster_of
+import sys, time; from raytrain.bench.hosts import cluster_of
 with cluster_of(1, sys.argv[1]) as (host,):
     host.start("sleep", "1000")
     print(host.name, host._init, flush=True)
     time.sleep(1000)
 """
-    owner = subprocess.Popen(
-        [PYTHON, "-c", code, tmp_path], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
-    )
+    owner = subprocess.Popen([PYTHON, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     name, init = owner.stdout.readline().split()
     owner.kill()
     owner.communicate()

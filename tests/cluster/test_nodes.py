@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.cluster.hosts import cluster_of, environment, start_ray, why_not
+from raytrain.bench.hosts import cluster_of, environment, why_not
+from tests.cluster.nodes import start_ray
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

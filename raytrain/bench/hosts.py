@@ -1,22 +1,27 @@
 """Hosts on one machine: network, process and mount namespaces on a bridge, which can lose their power or their link.
 
-It needs root on Linux, iproute2, util-linux and psutil. A host has its own address, hostname, processes, /dev/shm and
+It needs root on Linux, iproute2 and util-linux. A host has its own address, hostname, processes, /dev/shm and
 /tmp/ray; it shares the rest of the file system, and the machine's processors and memory.
 """
 
 import fcntl
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+"""What `raytrain` lies in, of a checkout or an installation."""
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 UNSHARE = ("unshare", "--fork", "--kill-child", "--mount-proc", "--pid", "--mount", "--uts", "--ipc")
 # A host's first process. It ends, and the host with it, when its standard input does: with the process that made it.
 # By the default route Ray finds out its address. Names are looked up in a file of the cluster's, as gloo looks up the
@@ -26,29 +31,50 @@ mount -t tmpfs -o size=1g tmpfs /dev/shm; mkdir -p /tmp/ray; mount --bind "$3" /
 mount --bind "$4" /etc/hosts; mount --bind /dev/null /etc/resolv.conf
 ip addr add "$2/24" dev eth0; ip link set lo up; ip link set eth0 up; ip route add default dev eth0
 echo up; read -r"""
+BITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+BURST_BYTES = 65536
+BURST_SECONDS = 0.001
+"""What a shaped link sends at once after a pause; with 64 KiB alone it stays 3 % below 2 Gbit/s."""
 
 
 class Host:
     """One of the hosts that `cluster_of` gives. `is_on` says whether it has power; its link may be cut."""
 
     def __init__(self, name: str, address: str, mac: str, bridge: str, folder: Path) -> None:
-        self.name, self.address, self.is_on = name, address, False
-        self._mac, self._bridge, self._folder, self._boots = mac, bridge, folder, 0
+        self.name, self.address, self.is_on, self.folder = name, address, False, folder
+        self._mac, self._bridge, self._boots = mac, bridge, 0
 
     def power_on(self) -> None:
         """Starts it with nothing of what it had in memory, /dev/shm and /tmp/ray."""
         self._boots += 1
-        scratch = self._folder / f"ray-{self._boots}"
+        scratch = self.folder / f"ray-{self._boots}"
         scratch.mkdir(parents=True)
         _ip(f"netns add {self.name}")
         _ip(f"link add {self.name} type veth peer name eth0 address {self._mac} netns {self.name}")
         _ip(f"link set {self.name} master {self._bridge} up")
         # not `ip netns exec`, which hides the cgroups
         command = ["nsenter", f"--net=/run/netns/{self.name}", *UNSHARE]
-        command += ["bash", "-c", INIT, "init", self.name, self.address, scratch, self._folder.parent / "names"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self._unshare = subprocess.Popen(command, **pipes, start_new_session=True)
-        self._commands, self._init, self.is_on = [], None, True
+        command += [
+            "bash",
+            "-c",
+            INIT,
+            "init",
+            self.name,
+            self.address,
+            str(scratch),
+            str(self.folder.parent / "names"),
+        ]
+        self._unshare = subprocess.Popen(  # noqa: S603 - our own words
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._commands: list[subprocess.Popen[Any]] = []
+        self._init: int | None = None
+        self.is_on = True
+        assert self._unshare.stdout is not None
         if (line := self._unshare.stdout.readline()) != b"up\n":
             raise RuntimeError(f"host {self.name}: {line!r}")
         self._init = psutil.Process(self._unshare.pid).children()[0].pid
@@ -79,27 +105,62 @@ class Host:
         """Puts its link up again."""
         _ip(f"link set {self.name} up")
 
-    def start(self, *command, env: dict[str, str] | None = None, out: Path | None = None) -> subprocess.Popen:
+    def shape(self, rate: str | None) -> None:
+        """Limits what its link sends to a rate such as "500mbit", headers included, or to none.
+
+        Raises:
+            ValueError: it is no rate.
+        """
+        if rate is None:
+            _run(f"tc -n {self.name} qdisc del dev eth0 root", check=False)
+            return
+        burst = max(BURST_BYTES, round(bits_per_second(rate) / 8 * BURST_SECONDS))
+        _run(f"tc -n {self.name} qdisc replace dev eth0 root tbf rate {rate} burst {burst} latency 50ms")
+
+    def sent_bytes(self) -> int:
+        """What its link has sent since the power went on. Of a large packet that the kernel cuts, the header once."""
+        (link,) = json.loads(_run(f"ip -n {self.name} -s -j link show eth0"))
+        return link["stats64"]["tx"]["bytes"]
+
+    def start(
+        self, *command: object, env: dict[str, str] | None = None, out: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         """Runs a command in a session of its own, its outputs appended to a file; it dies with the host.
 
         The Popen is that of nsenter, which waits for the command. Its `kill` ends both; for other signals see `signal`.
         """
         with Path(out or os.devnull).open("ab") as file:
-            self._commands.append(subprocess.Popen(**self._inside(command, env), stdout=file, stderr=file))
+            return self._start(command, env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+    def converse(self, *command: object, env: dict[str, str] | None = None, log: Path) -> subprocess.Popen[str]:
+        """As `start`, with pipes to write lines to and to read them from; its standard error goes to a file."""
+        with log.open("ab") as file:
+            return self._start(command, env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True)
+
+    def run(
+        self, *command: object, env: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end, whatever its exit status, its outputs as text."""
+        return subprocess.run(  # noqa: S603 - our own words
+            self._inside(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **_options(env),
+        )
+
+    def _start(self, command: tuple[object, ...], env: dict[str, str] | None, **pipes: Any) -> subprocess.Popen[Any]:
+        self._commands.append(subprocess.Popen(self._inside(command), **pipes, **_options(env)))  # noqa: S603 - our own words
         return self._commands[-1]
 
-    def run(self, *command, env: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess:
-        """Runs a command to its end, whatever its exit status, its outputs as text."""
-        options = self._inside(command, env)
-        return subprocess.run(**options, capture_output=True, text=True, timeout=timeout, check=False)
-
-    def _inside(self, command, env):
+    def _inside(self, command: tuple[object, ...]) -> list[str]:
         enter = ["nsenter", "-t", self._init, "--net", "--pid", "--mount", "--uts", "--ipc", "--"]
         enter += ["setpriv", "--pdeathsig", "KILL", "--"]  # else the command would outlive a killed nsenter
-        options = {"cwd": ROOT, "env": environment() if env is None else env, "start_new_session": True}
-        return options | {"args": [*map(str, (*enter, *command))], "stdin": subprocess.DEVNULL}
+        return [*map(str, (*enter, *command))]
 
-    def signal(self, process: subprocess.Popen, number: int) -> None:
+    def signal(self, process: subprocess.Popen[Any], number: int) -> None:
         """Sends a signal to the command that `start` has started."""
         for child in psutil.Process(process.pid).children():
             child.send_signal(number)
@@ -123,17 +184,19 @@ def environment(**more: str) -> dict[str, str]:
     )
 
 
-def start_ray(host: Host, head: Host | None = None, cpus: int = 1, env: dict[str, str] | None = None) -> None:
-    """Starts a node of Ray in a host, of a new cluster or of that of `head`, and returns when it is up."""
-    place = [f"--address={head.address}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
-    options = [f"--node-ip-address={host.address}", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
-    done = host.run("ray", "start", *place, *options, "--disable-usage-stats", env=env)
-    if done.returncode:
-        raise RuntimeError(f"ray start in {host.name}: {done.stdout}{done.stderr}")
+def bits_per_second(rate: str) -> float:
+    """Of a rate such as "500mbit".
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)):
+        raise ValueError(f"{rate!r} is no rate such as 500mbit or 1gbit")
+    return float(match[1]) * BITS[match[2]]
 
 
 @contextmanager
-def cluster_of(count: int, folder: Path, subnet: str | None = None):
+def cluster_of(count: int, folder: Path, subnet: str | None = None) -> Iterator[list[Host]]:
     """Hosts on a network of their own, switched on: a list. Nothing of them is left afterwards.
 
     Their /tmp/ray lie in the folder. The subnet is the first three bytes of their addresses; each cluster here has one
@@ -157,7 +220,7 @@ def cluster_of(count: int, folder: Path, subnet: str | None = None):
         stack.callback(names.unlink, missing_ok=True)
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts))
         for host in hosts:
-            stack.callback(shutil.rmtree, host._folder, ignore_errors=True)
+            stack.callback(shutil.rmtree, host.folder, ignore_errors=True)
             stack.callback(host.power_off)
             host.power_on()
         yield hosts
@@ -170,14 +233,16 @@ def why_not() -> str | None:
     if missing := [f"{tool} of {package}" for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         return f"hosts in namespaces need {', '.join(missing)}"
     trial = "mount -t tmpfs tmpfs /dev/shm && ip link add br7 type bridge && ip link add v7 type veth peer name w7"
-    done = subprocess.run([*UNSHARE, "--net", "sh", "-c", trial], capture_output=True, text=True, check=False)
+    words = [*UNSHARE, "--net", "sh", "-c", trial]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
     return f"namespaces are refused: {done.stderr.strip()}" if done.returncode else None
 
 
 def _claim(stack: ExitStack) -> int:
     """A number that no other process of this machine has until the stack is closed."""
     for number in range(1, 250):
-        lock = os.open(f"/tmp/raytrain-hosts-{number}.lock", os.O_CREAT | os.O_RDWR)
+        # the same file for all owners, whatever their TMPDIR
+        lock = os.open(f"/tmp/raytrain-hosts-{number}.lock", os.O_CREAT | os.O_RDWR)  # noqa: S108
         stack.callback(os.close, lock)
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,6 +257,15 @@ def _remove(name: str) -> None:
 
 
 def _ip(arguments: str, *, check: bool = True) -> None:
-    done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
+    _run(f"ip {arguments}", check=check)
+
+
+def _run(line: str, *, check: bool = True) -> str:
+    done = subprocess.run(line.split(), capture_output=True, text=True, check=False)  # noqa: S603 - our own words
     if check and done.returncode:
-        raise RuntimeError(f"ip {arguments}: {done.stderr.strip()}")
+        raise RuntimeError(f"{line}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _options(env: dict[str, str] | None) -> dict[str, Any]:
+    return {"cwd": ROOT, "env": environment() if env is None else env, "start_new_session": True}
