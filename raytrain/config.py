@@ -282,6 +282,11 @@ class Comm(Section):
                 topology="flat",
                 overlap="backward",
             )
+        if self.compression == "powersgd":
+            self._refuse(
+                "comm.compression=powersgd draws from torch's generator, from which the next step's network draws too",
+                overlap="backward",
+            )
         if self.strategy == "auto":
             self._refuse(
                 "comm.strategy=auto chooses how the float sums of a step go",

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from raytrain.bench.comm_rank import IMAGES, LEAD_IN_STEPS, REFERENCES, SIDE, STRATEGIES, Turn
 from raytrain.bench.comm_report import CommReport, Figures, Measured, link_name
 from raytrain.bench.hosts import Host, bits_per_second, cluster_of, environment, why_not
+from raytrain.comm.predict import Computation, Sums
 from raytrain.distributed import available_cores
 from raytrain.errors import ConfigError, ResourceError, WorkerError
 
@@ -154,6 +155,16 @@ class Ranks:
             sent_bytes=sum(turn.sent_bytes for turn in turns) / len(turns),
             wait_fraction=sum(waits) / len(waits) if waits else None,
         )
+
+    def probe(self, rate: str | None) -> tuple[Computation, dict[str, Sums]]:
+        """What the ranks measure for predictions, with links of a rate."""
+        for host in self._hosts:
+            host.shape(rate)
+        self._tell("probe")
+        found = json.loads(self._answers()[0])
+        buckets = tuple((ready, size) for ready, size in found["computation"].pop("buckets"))
+        sums = {name: Sums(**figures) for name, figures in found["sums"].items()}
+        return Computation(buckets=buckets, **found["computation"]), sums
 
     def _tell(self, line: str) -> None:
         for rank, process in enumerate(self._processes):

@@ -2,21 +2,26 @@
 
     python -m raytrain.bench.comm_rank                  with torchrun's environment
 
-It reads lines and answers each with one. `turn STRATEGY STEPS`: it builds the strategy's state, takes steps to warm up,
-and says `ready` when all ranks are. `go`: it takes the steps, and says when all ranks have, as the JSON of `Turn`.
+It reads lines and answers each with one. `probe`: it measures what predictions need, and says it as JSON. `turn
+STRATEGY STEPS`: it builds the strategy's state, takes steps to warm up, and says `ready` when all ranks are. `go`: it
+takes the steps, and says when all ranks have, as the JSON of `Turn`.
 """
 
 import json
 import os
 import sys
 import time
-from typing import NamedTuple
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain.comm.compression import Half, Uncompressed
+from raytrain.comm.probe import measure_computation, measure_sums
+from raytrain.comm.topology import Topology, nodes_of
 from raytrain.commandline import parse
 from raytrain.config import Config
 from raytrain.data.loader import Batch, StepBatches
@@ -67,6 +72,8 @@ STRATEGIES = {
     "onebit_adam": Strategy(("optim.name=onebit_adam", f"optim.freeze_step={WARM_UP_STEPS}"), is_sync=False),
     "local_sgd": Strategy(("comm.sync=local_sgd", "comm.period=8"), is_sync=False, cycle=8),
 }
+PREDICTED = {"plain": Uncompressed(), "fp16": Half(torch.float16), "hierarchical": Uncompressed()}
+"""Strategies that `comm.predict` predicts."""
 
 
 class Turn(NamedTuple):
@@ -87,6 +94,9 @@ def main() -> None:
     os.dup2(2, 1)  # what else is printed goes to standard error
     runtime = torchrun_runtime(use_gpu=False)
     for line in iter(sys.stdin.readline, ""):
+        if line.startswith("probe"):
+            answers.write(json.dumps(probe(runtime)) + "\n")
+            continue
         _, name, count = line.split()
         steps, timed_from = int(count), WARM_UP_STEPS + LEAD_IN_STEPS
         side = make_side(name, runtime)
@@ -108,12 +118,31 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def make_side(name: str, runtime: Runtime) -> "Raytrain | BareDdp":
-    """What takes the steps of a strategy. All ranks must call."""
+def probe(runtime: Runtime) -> dict[str, Any]:
+    """What `comm.predict` needs of the strategies in PREDICTED, as its tuples. All ranks must call."""
+    config = make_config("plain", runtime)
+    dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
+    sums = {}
+    for name, compression in PREDICTED.items():
+        hierarchical = name == "hierarchical"
+        nodes = nodes_of(runtime.gather(runtime.node if hierarchical else runtime.rank), None)
+        topology = Topology(nodes, runtime.rank)
+        sums[name] = asdict(measure_sums(topology, compression, runtime, len(nodes)))
+        topology.close()
+    return {"computation": asdict(measure_computation(config, CLASSES, runtime, dtype)), "sums": sums}
+
+
+def make_config(name: str, runtime: Runtime) -> Config:
+    """The recipe of a strategy."""
     words = [f"data.image_size={SIDE}", f"train.micro_batch_size={IMAGES}"]
     words += [f"train.global_batch_size={IMAGES * runtime.world_size}", f"scaling.num_workers={runtime.world_size}"]
     words += (REFERENCES | STRATEGIES)[name].overrides
-    config = parse(words, "quickstart", frozenset()).config
+    return parse(words, "quickstart", frozenset()).config
+
+
+def make_side(name: str, runtime: Runtime) -> "Raytrain | BareDdp":
+    """What takes the steps of a strategy. All ranks must call."""
+    config = make_config(name, runtime)
     torch.manual_seed(runtime.rank)
     images = torch.randint(256, (IMAGES, SIDE, SIDE, 3), dtype=torch.uint8)
     batch = Batch(images, torch.randint(CLASSES, (IMAGES,)), IMAGES)

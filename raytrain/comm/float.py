@@ -65,6 +65,7 @@ class FloatReduction(Reduction):
             if self._needs_lane(nodes):
                 self._lane = Lane(runtime.device)
                 self._topology = Topology(nodes, runtime.rank, whole=compression.is_whole)
+            self.clock = Clock(runtime)  # without that pass
         self.module = self._ddp or model
 
     def begin(self, step: int, micro_batches: int, images: int) -> None:

@@ -74,8 +74,8 @@ class Reduction(ABC):
         Args:
             stop: the signal that asks this rank to stop, or 0.
             save: whether this rank wants a checkpoint.
-            agree: whether the ranks must come to the same weights and totals after this step: before an evaluation, a
-                checkpoint, or the end. The same on all ranks.
+            agree: whether the ranks must come to the same weights, and totals of all steps that these are of: before an
+                evaluation, a checkpoint, or the end. The same on all ranks.
 
         Returns:
             None where the step must be computed again, from `begin` on, with the same micro-batches. All ranks then

@@ -227,7 +227,9 @@ def test_logged_losses_are_means_over_the_images_since_the_last_log(straight, tm
 def gradient_of(config, batches, images, parts):
     state = TrainState(config, CLASSES, Runtime(), "fp32")
     state.model.eval()  # no dropout
-    totals = compute_gradients(config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime(), Monitor()).totals
+    totals = compute_gradients(
+        config, state, StepBatches(batches, 0), parts, images, 0, "fp32", Runtime(), Monitor()
+    ).totals
     return totals, [parameter.grad.clone() for parameter in state.model.parameters()]
 
 
