@@ -5,8 +5,9 @@ python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threa
 python -m raytrain.bench start [--rounds 5] [--files 200000] [--json PATH] [--markdown PATH]
 python -m raytrain.bench tracker [--rounds 7] [--steps 30] [--json PATH] [--markdown PATH]
 python -m raytrain.bench checkpoint [--rounds 5] [--saves 8] [--spacing 3] [--json PATH] [--markdown PATH]
-python -m raytrain.bench comm [--hosts 4] [--workers-per-host 1] [--deal node] [--rate 1gbit] [--find-rate 0.82]
-    [--rounds 5] [--steps 3] [--strategies a,b] [--picture PATH] [--tracking URI] [--json PATH] [--markdown PATH]
+python -m raytrain.bench comm [section.key=value ...] [--hosts 4] [--workers-per-host 1] [--deal node] [--rate 1gbit]
+    [--find-rate 0.82] [--rounds 5] [--steps 3] [--strategies a,b] [--picture PATH] [--tracking URI] [--json PATH]
+    [--markdown PATH]
 
 step        the training loop against a bare DistributedDataParallel loop, and exact reduction against float
 data        the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
@@ -54,6 +55,7 @@ def main(words: Sequence[str]) -> int:
     tracker.add_argument("--rounds", type=_positive, default=7, help="measured rounds, after one to warm up")
     tracker.add_argument("--steps", type=_positive, default=30, help="steps of each side in a round")
     comm = names.add_parser("comm", help="strategies of communication against DistributedDataParallel")
+    comm.add_argument("recipe", nargs="*", metavar="section.key=value", help="what a worker computes")
     comm.add_argument("--hosts", type=_positive, default=4, help="in network namespaces of this machine")
     comm.add_argument("--workers-per-host", type=_positive, default=1, help="processes on each of them")
     comm.add_argument("--deal", choices=["node", "round"], default="node", help="ranks host by host, or in turn")
@@ -119,7 +121,7 @@ def _comm(args: argparse.Namespace) -> "Report":
     rates = [None if rate == "unshaped" else rate for rate in args.rate]
     names = args.strategies or list(STRATEGIES)
     with tracked(args.tracking, {name: str(value) for name, value in vars(args).items() if name != "run"}) as store:
-        report = bench_comm(layout, rates, args.rounds, args.steps, names, args.find_rate)
+        report = bench_comm(layout, rates, args.rounds, args.steps, names, args.recipe, args.find_rate)
         store(report)
     if args.picture:
         report.draw().savefig(args.picture, dpi=130)

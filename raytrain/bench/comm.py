@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from raytrain.bench.comm_rank import IMAGES, LEAD_IN_STEPS, REFERENCES, SIDE, STRATEGIES, Turn
+from raytrain.bench.comm_rank import LEAD_IN_STEPS, REFERENCES, STRATEGIES, Turn, make_config
 from raytrain.bench.comm_report import CommReport, Figures, Measured, link_name
 from raytrain.bench.hosts import Host, bits_per_second, cluster_of, environment, why_not
 from raytrain.comm.predict import Computation, Sums
@@ -58,6 +58,7 @@ def bench_comm(
     rounds: int,
     steps: int,
     strategies: Sequence[str],
+    recipe: Sequence[str] = (),
     fall_to: float | None = None,
 ) -> CommReport:
     """Measures images/s of strategies, and of DistributedDataParallel and computation alone beside them.
@@ -68,6 +69,8 @@ def bench_comm(
         rounds: measured ones. Each turn of each round warms up.
         steps: of a turn.
         strategies: of STRATEGIES.
+        recipe: what the workers compute, as section.key=value over quickstart's; by default images of 64 pixels, 48 of
+            them a worker.
         fall_to: in place of the rates, the one at which DistributedDataParallel has this fraction of its speed on links
             that are not shaped, and a tenth of it.
 
@@ -83,10 +86,11 @@ def bench_comm(
             bits_per_second(rate or "1bit")
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    config = make_config("plain", recipe, layout.world_size)
     if (reason := why_not()) is not None:
         raise ResourceError(f"this benchmark cannot run here: {reason}")
     with tempfile.TemporaryDirectory(prefix="raytrain-bench-") as temp, cluster_of(layout.hosts, Path(temp)) as hosts:
-        ranks = Ranks(hosts, layout, Path(temp))
+        ranks = Ranks(hosts, layout, Path(temp), recipe)
         if fall_to is not None:
             found = _find_rate(ranks, steps, fall_to)
             rates = [found, _mbit(bits_per_second(found) / 10)]
@@ -98,14 +102,15 @@ def bench_comm(
                 figures[rate, name].append(ranks.turn(name, rate, steps))
                 speed = figures[rate, name][-1].images_per_second
                 print(f"round {number + 1}/{rounds}: {name} {link_name(rate)}: {speed:.1f} images/s", file=sys.stderr)
+    images = f"{config.data.image_size} px, {config.train.micro_batch_size} images a worker"
     notes = (
-        f"ResNet-50, {SIDE} px, {IMAGES} images a worker, {steps} steps a turn; gloo.",
+        f"{config.model.name}, {images}, {steps} steps a turn; gloo.",
         f"{layout.world_size} workers of {_threads(layout)} thread(s), on {layout.hosts} hosts in network namespaces.",
         "computation: each worker for itself, all at once. ddp: DistributedDataParallel with its defaults.",
         "Lost to communication: time that computation alone does not take. On the wire: what a host's interface sends.",
     )
     sync = [name for name in strategies if STRATEGIES[name].is_sync]
-    return CommReport.of(figures, strategies, sync, IMAGES * layout.world_size, notes)
+    return CommReport.of(figures, strategies, sync, config.train.global_batch_size, notes)
 
 
 class Ranks:
@@ -115,12 +120,13 @@ class Ranks:
         hosts: that are on.
         layout: of the workers on them.
         folder: for what they print.
+        recipe: what they compute, see `bench_comm`.
 
     Raises:
         WorkerError: by every method: a worker died, or does not answer. It says which and what it printed last.
     """
 
-    def __init__(self, hosts: Sequence[Host], layout: Layout, folder: Path) -> None:
+    def __init__(self, hosts: Sequence[Host], layout: Layout, folder: Path, recipe: Sequence[str] = ()) -> None:
         self._hosts, self._folder, self._rate = hosts, folder, None
         self._host_of = [hosts[layout.place(rank)[0]] for rank in range(layout.world_size)]
         self._processes: list[subprocess.Popen[str]] = []
@@ -133,7 +139,7 @@ class Ranks:
                 MASTER_PORT=str(PORT),
                 OMP_NUM_THREADS=str(_threads(layout)),
             )
-            command = (sys.executable, "-m", "raytrain.bench.comm_rank")
+            command = (sys.executable, "-m", "raytrain.bench.comm_rank", *recipe)
             self._processes.append(host.converse(*command, env=env, log=self._log(rank)))
 
     def turn(self, name: str, rate: str | None, steps: int) -> Measured:

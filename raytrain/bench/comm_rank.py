@@ -1,6 +1,6 @@
 """One process of `raytrain.bench.comm`: takes turns at training by one strategy after the other, as it is told.
 
-    python -m raytrain.bench.comm_rank                  with torchrun's environment
+    python -m raytrain.bench.comm_rank [section.key=value ...]          with torchrun's environment
 
 It reads lines and answers each with one. `probe`: it measures what predictions need, and says it as JSON. `turn
 STRATEGY STEPS`: it builds the strategy's state, takes steps to warm up, and says `ready` when all ranks are. `go`: it
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -34,9 +35,8 @@ from raytrain.plan import make_plan
 from raytrain.schedule import make_schedule
 from raytrain.state import TrainState
 
-IMAGES = 48
-"""Of a worker, in one micro-batch."""
-SIDE = 64
+WORKLOAD = ("data.image_size=64", "train.micro_batch_size=48")
+"""What a worker computes in a step, unless the recipe says otherwise."""
 CLASSES = 10
 WARM_UP_STEPS = 2
 LEAD_IN_STEPS = 1
@@ -60,6 +60,8 @@ STRATEGIES = {
     "plain": Strategy(),
     "fp16": Strategy(("comm.compression=fp16",)),
     "bf16": Strategy(("comm.compression=bf16",)),
+    "bf16+5MiB": Strategy(("comm.compression=bf16", "comm.bucket_cap_mb=5")),
+    "bf16+10MiB": Strategy(("comm.compression=bf16", "comm.bucket_cap_mb=10")),
     "powersgd": Strategy(
         ("comm.compression=powersgd", f"comm.powersgd_start_step={WARM_UP_STEPS}"),
         is_sync=False,
@@ -93,13 +95,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to standard error
     runtime = torchrun_runtime(use_gpu=False)
+    recipe = tuple(sys.argv[1:])
     for line in iter(sys.stdin.readline, ""):
         if line.startswith("probe"):
-            answers.write(json.dumps(probe(runtime)) + "\n")
+            answers.write(json.dumps(probe(recipe, runtime)) + "\n")
             continue
         _, name, count = line.split()
         steps, timed_from = int(count), WARM_UP_STEPS + LEAD_IN_STEPS
-        side = make_side(name, runtime)
+        side = make_side(name, recipe, runtime)
         side.take(range(WARM_UP_STEPS))
         side.finish()
         runtime.barrier()
@@ -113,14 +116,14 @@ def main() -> None:
         seconds, waited = time.perf_counter() - start, side.waited()
         side.finish()
         runtime.barrier()
-        turn = Turn(seconds, steps * IMAGES, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
+        turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
         answers.write(json.dumps(turn._asdict()) + "\n")
     dist.destroy_process_group()
 
 
-def probe(runtime: Runtime) -> dict[str, Any]:
+def probe(recipe: Sequence[str], runtime: Runtime) -> dict[str, Any]:
     """What `comm.predict` needs of the strategies in PREDICTED, as its tuples. All ranks must call."""
-    config = make_config("plain", runtime)
+    config = make_config("plain", recipe, runtime.world_size)
     dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
     sums = {}
     for name, compression in PREDICTED.items():
@@ -132,20 +135,27 @@ def probe(runtime: Runtime) -> dict[str, Any]:
     return {"computation": asdict(measure_computation(config, CLASSES, runtime, dtype)), "sums": sums}
 
 
-def make_config(name: str, runtime: Runtime) -> Config:
-    """The recipe of a strategy."""
-    words = [f"data.image_size={SIDE}", f"train.micro_batch_size={IMAGES}"]
-    words += [f"train.global_batch_size={IMAGES * runtime.world_size}", f"scaling.num_workers={runtime.world_size}"]
+def make_config(name: str, recipe: Sequence[str], world_size: int) -> Config:
+    """A strategy's, with one micro-batch a worker.
+
+    Raises:
+        ConfigError: there is something wrong with the words of the recipe.
+    """
+    words = [*WORKLOAD, *recipe]
+    images = next(word.partition("=")[2] for word in reversed(words) if word.startswith("train.micro_batch_size="))
+    whole = int(images) * world_size if images.isdecimal() else images
+    words += [f"train.global_batch_size={whole}", f"scaling.num_workers={world_size}"]
     words += (REFERENCES | STRATEGIES)[name].overrides
     return parse(words, "quickstart", frozenset()).config
 
 
-def make_side(name: str, runtime: Runtime) -> "Raytrain | BareDdp":
+def make_side(name: str, recipe: Sequence[str], runtime: Runtime) -> "Raytrain | BareDdp":
     """What takes the steps of a strategy. All ranks must call."""
-    config = make_config(name, runtime)
+    config = make_config(name, recipe, runtime.world_size)
+    size, count = config.data.image_size, config.train.micro_batch_size
     torch.manual_seed(runtime.rank)
-    images = torch.randint(256, (IMAGES, SIDE, SIDE, 3), dtype=torch.uint8)
-    batch = Batch(images, torch.randint(CLASSES, (IMAGES,)), IMAGES)
+    images = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
+    batch = Batch(images, torch.randint(CLASSES, (count,)), count)
     if name == "ddp":
         return BareDdp(config, batch, runtime)
     return Raytrain(config, batch, Runtime() if name == "computation" else runtime)
@@ -155,7 +165,7 @@ class Raytrain:
     """Steps as the loop takes them, with images that are ready in memory. All ranks must call its methods."""
 
     def __init__(self, config: Config, batch: Batch, runtime: Runtime) -> None:
-        self._config, self._batch, self._runtime = config, batch, runtime
+        self._config, self._batch, self._runtime, self.images = config, batch, runtime, batch.count
         self._precision = resolve_precision(config.train.precision, runtime.device)
         self._state = TrainState(config, CLASSES, runtime, self._precision)
         self._learning_rate = make_schedule(config, make_plan(config.train, 100 * config.train.global_batch_size))
@@ -199,7 +209,8 @@ class BareDdp:
     """The same network and optimizer, and nothing else of raytrain. All ranks must call its methods."""
 
     def __init__(self, config: Config, batch: Batch, runtime: Runtime) -> None:
-        self._config, self._batch, self._world_size, self._sent_bytes = config, batch, runtime.world_size, 0.0
+        self._config, self._batch, self.images = config, batch, batch.count
+        self._world_size, self._sent_bytes = runtime.world_size, 0.0
         self._dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
         model = build_model(config.model, config.data, CLASSES, config.run.seed)
         self._model = DistributedDataParallel(model)

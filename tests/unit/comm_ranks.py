@@ -35,6 +35,7 @@ SMALL_BUCKETS = {"comm__bucket_cap_mb": 0.004}
 LATE = {"comm__overlap": "next_step"}
 ONEBIT = {"comm__compression": "onebit"}
 POWERSGD = {"comm__compression": "powersgd", "comm__powersgd_rank": 1, "comm__powersgd_start_step": 3}
+ONEBIT_ADAM = {"optim__name": "onebit_adam", "optim__freeze_step": 3}
 
 CASES = {
     "flat": ((1, 2, 3, 4), {}),
@@ -62,6 +63,8 @@ CASES = {
     "late_pairs": ((3, 4), LATE | PAIRS),
     "late_fp16": ((2,), LATE | {"comm__compression": "fp16"}),
     "late_onebit": ((2, 4), LATE | ONEBIT),
+    "onebit_adam": ((1, 2, 4), ONEBIT_ADAM),
+    "onebit_adam_pairs": ((4,), ONEBIT_ADAM | PAIRS),
     "late_onebit_pairs": ((4,), LATE | ONEBIT | PAIRS),
 }
 """By name: with how many ranks, and the keys."""
@@ -123,7 +126,7 @@ def follow(runtime, config):
     """Each step's reduced gradient under a config; the weights stay what they are."""
     with tiny_models(), recorded_buckets() as buckets:
         state = TrainState(config, CLASSES, runtime, "fp32")
-    gradients, steps, losses, statistics, layouts = [], [], [], [], []
+    gradients, steps, losses, statistics, layouts, momenta, scales = [], [], [], [], [], [], []
 
     def take(outcome):
         steps.append(outcome.step)
@@ -131,6 +134,13 @@ def follow(runtime, config):
         if outcome.step is not None:
             gradients.append(flat([parameter.grad for parameter in state.model.parameters()]))
             statistics.append(outcome.statistics.numpy().copy())
+        if config.optim.name == "onebit_adam":
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.0  # its moments move, the weights do not
+            state.optimizer.step()
+            parameters = list(state.model.parameters())
+            momenta.append(flat([state.optimizer.state[parameter]["exp_avg"] for parameter in parameters]))
+            scales.append(flat([state.optimizer.scale_of(parameter, outcome.step + 1) for parameter in parameters]))
         state.reduction.after_update()
 
     for step, count in enumerate(COUNTS if config.comm.compression == "onebit" else COUNTS[:10]):
@@ -146,6 +156,8 @@ def follow(runtime, config):
         "losses": losses,
         "statistics": statistics,
         "layouts": layouts,
+        "momenta": momenta,
+        "scales": scales,
         "state": {key: tensor.clone() for key, tensor in state.reduction.state_dict().items()},
     }
 

@@ -1,0 +1,89 @@
+"""What a step is predicted to take, and what is chosen."""
+
+import pytest
+import torch
+
+from raytrain.comm import choose_strategy
+from raytrain.comm.predict import Computation, Sums, fit_line, predict_step
+from raytrain.comm.topology import nodes_of
+from raytrain.distributed import Runtime
+from tests.ranks import run_ranks
+from tests.unit.test_loop import make_config
+
+COMPUTATION = Computation(forward=1.0, backward=2.0, update=0.5, buckets=((0.5, 100), (1.5, 300)))
+
+
+def test_fast_links_leave_the_computation_and_the_small_sum():
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.0001, work_per_byte=0)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 0.1 + 0.5)
+
+
+def test_slow_links_are_busy_from_the_first_bucket_on():
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.02, work_per_byte=0)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 0.5 + (0.1 + 2) + (0.1 + 6) + 0.1 + 0.5)
+
+
+def test_a_bucket_waits_until_it_is_ready():
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.002, work_per_byte=0)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 1.5 + (0.1 + 0.6) + 0.1 + 0.5)
+
+
+def test_work_of_the_processors_comes_on_top():
+    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.0001, work_per_byte=0.01)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 4 + 0.5)
+
+
+def test_a_larger_ring_has_more_messages_and_hardly_more_bytes():
+    sums = Sums(ranks=4, latency=0.3, seconds_per_byte=1.5, work_per_byte=0.75).over(16)
+    assert sums.ranks == 16
+    assert sums.latency == pytest.approx(0.3 * 15 / 3)
+    assert sums.seconds_per_byte == pytest.approx(2 * 15 / 16)
+    assert sums.work_per_byte == pytest.approx(15 / 16)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(10, 1.2), (20, 9.9), (110, 3.2)], (1.0, 0.02)),
+        ([(10, 2.0), (110, 1.0)], (2.0, 0.0)),
+        ([(10, 0.1), (20, 0.4)], (0.0, 0.03)),
+    ],
+)
+def test_a_line_has_no_negative_parts(points, line):
+    assert fit_line(points) == pytest.approx(line)
+
+
+@pytest.mark.parametrize(
+    ("places", "workers_per_node", "nodes"),
+    [
+        (["a", "a", "b"], None, [[0, 1], [2]]),
+        (["a", "b", "a", "b"], None, [[0, 2], [1, 3]]),
+        (["a", "a", "a"], 2, [[0, 1], [2]]),
+    ],
+)
+def test_ranks_are_grouped_by_node(places, workers_per_node, nodes):
+    assert nodes_of(places, workers_per_node) == nodes
+
+
+def choose(runtime):
+    keys = {"comm__strategy": "auto", "comm__auto_bf16": True, "comm__workers_per_node": 2}
+    config = make_config(train__micro_batch_size=2, **keys)
+    chosen, reason = choose_strategy(config, 3, runtime, None)
+    plain, _ = choose_strategy(make_config(train__micro_batch_size=2, comm__strategy="auto"), 3, runtime, None)
+    return chosen.comm.topology, chosen.comm.compression, reason, plain.comm.topology, plain.comm.compression
+
+
+def test_all_ranks_choose_the_same_and_say_why():
+    torch.manual_seed(0)
+    seen = run_ranks(4, choose)
+    assert len(set(seen)) == 1
+    topology, compression, reason, *plain = seen[0]
+    assert reason.startswith(f"comm.strategy auto: topology {topology}, compression {compression}; predicted steps: ")
+    for name in ("flat none", "flat bf16", "hierarchical none", "hierarchical bf16"):
+        assert f"{name} " in reason
+    assert plain == ["flat", "none"]  # each process is a node by itself, and bf16 was not allowed
+
+
+def test_one_worker_has_nothing_to_choose():
+    config = make_config(comm__strategy="auto")
+    assert choose_strategy(config, 3, Runtime(), None) == (config, "comm.strategy auto: one worker, nothing to send")
