@@ -137,7 +137,7 @@ class Optim(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     freeze_step: int = Field(default=100, ge=1)
-    """Steps after which `onebit_adam` freezes the variance and compresses."""
+    """Steps after which `onebit_adam` freezes the variance and compresses; best after the learning rate's warm-up."""
     weight_decay: float = Field(default=1e-4, ge=0)
     """Weight decay of weights; biases and normalisation layers have none."""
 

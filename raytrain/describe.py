@@ -53,8 +53,30 @@ def dry_run_text(config: Config, num_images: int) -> str:
         f"{idle:.0%} of their time lost to uneven shares",
         "learning rate": f"peak {schedule.peak:g}, {schedule.warmup_steps:,} warm-up steps, "
         f"then {schedule.decay} to {last_lr:g}",
+        "gradients": _gradients(config),
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def _gradients(config: Config) -> str:
+    """How they become one over the workers."""
+    comm = config.comm
+    if comm.sync == "local_sgd":
+        begin = f" after {comm.warmup_steps:,} steps" if comm.warmup_steps else ""
+        return f"applied by each worker for itself{begin}, weights averaged every {comm.period} steps"
+    if comm.sync == "async":
+        return f"pushed to a parameter server, workers wait for each other every {comm.period} steps"
+    how = {"none": "integers" if comm.reduction == "exact" else "float32", "onebit": "signs"}
+    sent = how.get(comm.compression, comm.compression)
+    if config.optim.name == "onebit_adam":
+        sent = f"float32, after {config.optim.freeze_step:,} steps signs of the momentum"
+    if comm.strategy == "auto":
+        sent += ", or bf16" if comm.auto_bf16 else ""
+    where = {"flat": "between all workers", "hierarchical": "between nodes, whole inside them"}[comm.topology]
+    if comm.strategy == "auto":
+        where = "between all workers or between nodes, chosen at the start"
+    when = {"backward": "beside the backward pass", "next_step": "beside the next step, applied one step late"}
+    return f"{sent}, {where}, {when[comm.overlap]}"
 
 
 def _range(scaling: Scaling) -> str:

@@ -115,7 +115,7 @@ def train(  # noqa: C901, PLR0915 - a loop is best read from top to bottom
             )
             while outcome is not None:
                 monitor.enter("update")
-                window.add(step, apply(config, state, outcome, step, learning_rate), outcome.totals)
+                window.add(step, apply(config, state, outcome, step, learning_rate), outcome)
                 outcome = state.reduction.flush() if is_last else None
             progress.step, progress.metrics = step + 1, {}
 
@@ -275,11 +275,11 @@ class Window:
         self._waited += time.perf_counter() - start
         return own
 
-    def add(self, step: int, lr: float, totals: Totals | None) -> None:
+    def add(self, step: int, lr: float, outcome: Outcome) -> None:
         """Takes in a step, and what it has brought to be known of it and those before."""
-        self._lr, self._has_all, self._steps = lr, totals is not None, step + 1 - self._first
-        if totals is not None:
-            self._unread.append((step, lr, totals))
+        self._lr, self._has_all, self._steps = lr, outcome.totals is not None, step + 1 - self._first
+        if outcome.totals is not None:
+            self._unread.append((step if outcome.step is None else outcome.step, lr, outcome.totals))
 
     def is_full(self, size: int) -> bool:
         """Whether it has passed a multiple of so many steps, and the ranks know of its steps."""

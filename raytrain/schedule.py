@@ -51,8 +51,13 @@ def make_schedule(config: Config, plan: Plan) -> LearningRate:
     """The schedule of a run.
 
     Raises:
-        ConfigError: the warm-up is as long as the run, or min_lr above the peak.
+        ConfigError: the warm-up is as long as the run, min_lr above the peak, or the run too short for 1-bit Adam.
     """
+    if config.optim.name == "onebit_adam" and config.optim.freeze_step >= plan.total_steps:
+        raise ConfigError(
+            f"optim.freeze_step {config.optim.freeze_step:,} is not less than the run's {plan.total_steps:,} steps: "
+            "nothing would be compressed; lower it, or take optim.name=adamw"
+        )
     peak = peak_lr(config)
     if config.schedule.decay == "cosine" and config.schedule.min_lr > peak:
         raise ConfigError(f"schedule.min_lr {config.schedule.min_lr:g} is above the peak learning rate {peak:g}")

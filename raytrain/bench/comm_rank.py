@@ -7,6 +7,7 @@ STRATEGY STEPS`: it builds the strategy's state, takes steps to warm up, and say
 takes the steps, and says when all ranks have, as the JSON of `Turn`.
 """
 
+import gc
 import json
 import os
 import sys
@@ -118,6 +119,8 @@ def main() -> None:
         runtime.barrier()
         turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
         answers.write(json.dumps(turn._asdict()) + "\n")
+        del side
+        gc.collect()  # what DistributedDataParallel and its hook hold of each other
     dist.destroy_process_group()
 
 

@@ -56,3 +56,4 @@ class Lane:
             except BaseException as error:  # noqa: BLE001 - whoever calls `check` raises it
                 self._error = error
             future.set_result(tensor)
+            del future, job, tensor  # or they would live until the next ones come

@@ -3,6 +3,7 @@
 import pytest
 
 from raytrain.commandline import build
+from raytrain.describe import dry_run_text
 from raytrain.errors import ConfigError
 
 NEXT_STEP, LOCAL = {"comm.overlap": "next_step"}, {"comm.sync": "local_sgd"}
@@ -98,3 +99,32 @@ def test_compression_topology_and_overlap_go_together(compression, topology, ove
 )
 def test_these_go_together_too(keys):
     build({}, keys, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({}, "float32, between all workers, beside the backward pass"),
+        (EXACT | HIERARCHICAL, "integers, between nodes, whole inside them, beside the backward pass"),
+        (ONEBIT | NEXT_STEP, "signs, between all workers, beside the next step, applied one step late"),
+        (
+            AUTO | {"comm.auto_bf16": True},
+            "float32, or bf16, between all workers or between nodes, chosen at the start, ",
+        ),
+        (
+            LOCAL | {"comm.warmup_steps": 100},
+            "applied by each worker for itself after 100 steps, weights averaged every 8",
+        ),
+        (ASYNC, "pushed to a parameter server, workers wait for each other every 8 steps"),
+        (ONEBIT_ADAM, "float32, after 100 steps signs of the momentum, between all workers, "),
+    ],
+)
+def test_a_dry_run_says_how_gradients_are_reduced(keys, text):
+    lines = dry_run_text(build({}, keys, "recipe.yaml"), 100_000).splitlines()
+    assert f"gradients      {text}" in lines[-1]
+
+
+def test_a_run_that_ends_before_onebit_adam_freezes_is_refused():
+    keys = ONEBIT_ADAM | {"train.max_steps": 100, "schedule.warmup_epochs": 0}
+    with pytest.raises(ConfigError, match=r"optim.freeze_step 100 is not less than the run's 100 steps.*adamw"):
+        dry_run_text(build({}, keys, "recipe.yaml"), 100_000)
