@@ -1,5 +1,6 @@
 """Floating-point sums by DistributedDataParallel, reduced once a step, beside the last backward pass."""
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ class FloatReduction(Reduction):
             # buffers are batch norm's statistics of a micro-batch; theirs are summed below, never rank 0's broadcast
             # (as an attribute, since the argument's name differs between versions of torch)
             self._ddp.broadcast_buffers = False
-            self._ddp.register_comm_hook(None, self._hook)
+            self._ddp.register_comm_hook(weakref.ref(self), _call_hook)
             # DistributedDataParallel lays its buckets out anew after the first backward pass, and with the layout
             # changes the order of a ring's sums. A pass over nothing here makes a resumed run sum as it would have.
             self._contribute_nothing()
@@ -135,7 +136,7 @@ class FloatReduction(Reduction):
         images = torch.zeros(2, self._image_size, self._image_size, 3, dtype=torch.uint8, device=self._runtime.device)
         (self._ddp(images).sum() * 0.0).backward()
 
-    def _hook(self, _: object, bucket: GradBucket) -> Future:
+    def _hook(self, bucket: GradBucket) -> Future:
         if self._lane is None or self._topology is None:
             future = _sum(bucket)
         else:
@@ -145,6 +146,13 @@ class FloatReduction(Reduction):
         if bucket.is_last():  # from here on the backward pass does nothing but wait
             self.clock.start()
         return future
+
+
+def _call_hook(reduction: "weakref.ref[FloatReduction]", bucket: GradBucket) -> Future:
+    # by a weak reference, since Python's garbage collector does not see those that DistributedDataParallel holds
+    own = reduction()
+    assert own is not None
+    return own._hook(bucket)  # noqa: SLF001
 
 
 def _sum(bucket: GradBucket) -> Future:

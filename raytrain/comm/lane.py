@@ -2,28 +2,32 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
 
 Future = torch.futures.Future[torch.Tensor]
+Jobs = queue.SimpleQueue[tuple[Future, Callable[[], None], torch.Tensor] | None]
 
 
 class Lane:
     """Runs jobs one after another, in the order in which they are given, so that all ranks' collectives pair up.
 
-    A job is straight-line code with blocking collectives. On a CPU it runs in a thread; on a GPU at once, on a stream
-    of the lane's own, where a collective blocks the stream and not the caller.
+    A job is straight-line code with blocking collectives. On a CPU it runs in a thread, which ends with the lane; on a
+    GPU at once, on a stream of the lane's own, where a collective blocks the stream and not the caller.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._error: BaseException | None = None
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], None], torch.Tensor]] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-        else:
-            threading.Thread(target=self._work, args=(torch.get_num_threads(),), name="comm", daemon=True).start()
+            return
+        self._jobs: Jobs = queue.SimpleQueue()
+        arguments = (self._jobs, self._errors, torch.get_num_threads())
+        threading.Thread(target=_work, args=arguments, name="comm", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None], tensor: torch.Tensor) -> Future:
         """Gives a job, and the tensor that it works on, which the future returns when the job is done.
@@ -43,17 +47,19 @@ class Lane:
 
     def check(self) -> None:
         """Raises what a job has raised."""
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors[0]
 
-    def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        while True:
-            future, job, tensor = self._jobs.get()
-            try:
-                if self._error is None:
-                    job()
-            except BaseException as error:  # noqa: BLE001 - whoever calls `check` raises it
-                self._error = error
-            future.set_result(tensor)
-            del future, job, tensor  # or they would live until the next ones come
+
+def _work(jobs: Jobs, errors: list[BaseException], threads: int) -> None:
+    """Does jobs, until there is None; after one that has failed no other is done."""
+    torch.set_num_threads(threads)
+    while (given := jobs.get()) is not None:
+        future, job, tensor = given
+        try:
+            if not errors:
+                job()
+        except BaseException as error:  # noqa: BLE001 - whoever calls `check` raises it
+            errors.append(error)
+        future.set_result(tensor)
+        del given, future, job, tensor  # or they would live until the next ones come

@@ -94,7 +94,7 @@ class LateReduction(FloatReduction):
             step, micro_batches, images = late["few"].tolist()
             self._last = _Flight(step, micro_batches, images, torch.cat(few), [gradient], [], [])
 
-    def _hook(self, _: object, bucket: GradBucket) -> Future:
+    def _hook(self, bucket: GradBucket) -> Future:
         done: Future = torch.futures.Future(
             devices=[self._runtime.device] if self._runtime.device.type == "cuda" else None
         )
