@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_for_a_while_costs_warnings(tmp_path, undisturbed):
             with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(2**16))
-            run.wait_for("No space left")
+            run.wait_for("cannot write checkpoint")
             filler.unlink()
             assert run.wait() == 0, run.out() + run.err()
         told = [line for line in run.out().splitlines() if line.startswith("warning: ")]

@@ -55,7 +55,15 @@ GOOD = (
     "tracking.uri=sqlite:///mlflow.db",
     "run.name=good",
 )
-TRAIN_KEYS = {"epoch", "train/loss", "train/lr", "perf/images_per_second", "perf/data_wait_fraction"}
+TRAIN_KEYS = {
+    "epoch",
+    "train/loss",
+    "train/lr",
+    "perf/images_per_second",
+    "perf/data_wait_fraction",
+    "perf/comm_fraction",
+    "perf/comm_bytes_per_step",
+}
 VAL_KEYS = {"val/top1", "val/top5", "val/loss", "val/samples"}
 
 
@@ -161,7 +169,8 @@ def test_each_metric_and_step_is_once_in_mlflow_and_as_in_the_run_directory(good
     assert [points["epoch", step] for step in range(1, 9)] == [step / 6 for step in range(1, 9)]
     assert points["train/loss", 1] == pytest.approx(math.log(10), rel=0.25)  # untrained, ten classes
     assert points["train/loss", 6] < points["train/loss", 1]
-    assert all(0 <= points["perf/data_wait_fraction", step] <= 1 for step in range(1, 9))
+    for key in ("perf/data_wait_fraction", "perf/comm_fraction"):
+        assert all(0 <= points[key, step] <= 1 for step in range(1, 9))
     correct = points["val/top1", 8] * 359
     assert correct == pytest.approx(round(correct), abs=1e-9)
 
