@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from raytrain import checkpoint
 from raytrain.comm import Outcome, Reduction, Totals, choose_strategy
-from raytrain.commandline import dump
+from raytrain.commandline import build, dump
 from raytrain.config import Config
 from raytrain.data.bad import BadImages
 from raytrain.data.identity import agree_on_data, check_same_data
@@ -65,6 +65,8 @@ def train(  # noqa: C901, PLR0915 - a loop is best read from top to bottom
     plan = make_plan(config.train, len(sources.train.labels))
     learning_rate = make_schedule(config, plan)
     precision = _agree_on_precision(config, runtime)
+    if precision == "fp16":  # which auto may have come to, and not every config takes
+        build(config.model_dump(), {"train.precision": precision}, "the config")
     num_classes, num_threads = len(sources.train.class_names), config.data.num_threads or torch.get_num_threads()
 
     asked_for = dump(config)

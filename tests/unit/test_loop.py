@@ -617,3 +617,9 @@ def test_a_run_goes_on_with_the_data_it_began_with_or_not_at_all(tmp_path):
     renamed.class_names = ("red", "green", "azure")
     with pytest.raises(DataError, match=r"class_names was \['red', 'green', 'blue'\], is \['red', 'green', 'azure'\]"):
         train(config, Runtime(), Sources(renamed, Noise(5)), at(tmp_path / "checkpoints"), Recorder())
+
+
+def test_a_precision_that_auto_comes_to_is_checked_like_one_that_was_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("raytrain.loop._agree_on_precision", lambda *_: "fp16")  # as on a GPU without bfloat16
+    with pytest.raises(ConfigError, match=r"train.precision fp16 .*a gradient that is late"):
+        run(make_config(comm__overlap="next_step", train__precision="auto"), tmp_path)
