@@ -57,7 +57,7 @@ def launch(request: Request) -> None:
     check_model(config.model, config.data, len(sources.train.class_names))
     plan = make_plan(config.train, len(sources.train.labels))
     make_schedule(config, plan)
-    with _ray(), listening() as signals:
+    with connected(), listening() as signals:
         relay = start_relay()  # it needs seconds
         allotment = allot(config.scaling, usable_nodes(ray.nodes(), nodes_leaving()))
         device_type = "cuda" if "GPU" in allotment.resources else "cpu"
@@ -85,7 +85,7 @@ def _check_tracking(config: Config) -> None:
 
 
 @contextmanager
-def _ray() -> Iterator[None]:
+def connected() -> Iterator[None]:
     """A connection to the cluster at RAY_ADDRESS, or a Ray on this machine for as long as it is needed."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":  # Ray would write a token into the home directory, which clusters started later then need

@@ -5,28 +5,34 @@ python -m raytrain.bench data [--path DIR] [--rounds 5] [--images 1500] [--threa
 python -m raytrain.bench start [--rounds 5] [--files 200000] [--json PATH] [--markdown PATH]
 python -m raytrain.bench tracker [--rounds 7] [--steps 30] [--json PATH] [--markdown PATH]
 python -m raytrain.bench checkpoint [--rounds 5] [--saves 8] [--spacing 3] [--json PATH] [--markdown PATH]
-python -m raytrain.bench comm [section.key=value ...] [--hosts 4] [--workers-per-host 1] [--deal node] [--rate 1gbit]
-    [--find-rate 0.82] [--rounds 5] [--steps 3] [--strategies a,b] [--picture PATH] [--tracking URI] [--json PATH]
-    [--markdown PATH]
+python -m raytrain.bench comm [section.key=value ...] [--workers N] [--predict 8,32,128] [--top1 SEEDS] [--rounds 5]
+    [--steps 3] [--strategies a,b] [--picture PATH] [--tracking URI] [--json PATH] [--markdown PATH]
+python -m raytrain.bench comm --hosts 4 [--workers-per-host 1] [--deal node] [--rate 1gbit] [--find-rate 0.82] ...
 
 step        the training loop against a bare DistributedDataParallel loop, and exact reduction against float
 data        the loader, from files and from prepared images, against torchvision's ImageFolder and DataLoader
 start       listing a large folder against ImageFolder, opening 1.3 million rows, the next epoch's order
 tracker     what an MLflow that is stopped, hangs or fails costs a step, against one that answers
 checkpoint  what one costs the training, against a synchronous save
-comm        strategies of communication on links of some rate, against DistributedDataParallel; root on Linux
+comm        strategies of communication against DistributedDataParallel, on the Ray cluster at RAY_ADDRESS or this
+            machine, or with --hosts on links of a given rate between namespaces of this machine (root on Linux)
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytrain.errors import RaytrainError
+from raytrain.errors import ConfigError, RaytrainError
 
 if TYPE_CHECKING:
+    from raytrain.bench.comm_ranks import Ranks
     from raytrain.bench.report import Report
+
+ON_HOSTS = ("workers_per_host", "deal", "rate", "find_rate")
+"""Options of `comm` that need hosts whose links it shapes."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,14 +62,17 @@ def main(words: Sequence[str]) -> int:
     tracker.add_argument("--steps", type=_positive, default=30, help="steps of each side in a round")
     comm = names.add_parser("comm", help="strategies of communication against DistributedDataParallel")
     comm.add_argument("recipe", nargs="*", metavar="section.key=value", help="what a worker computes")
-    comm.add_argument("--hosts", type=_positive, default=4, help="in network namespaces of this machine")
-    comm.add_argument("--workers-per-host", type=_positive, default=1, help="processes on each of them")
-    comm.add_argument("--deal", choices=["node", "round"], default="node", help="ranks host by host, or in turn")
-    comm.add_argument("--rate", type=_words, default=["unshaped", "1gbit"], help="of the links, several by commas")
+    comm.add_argument("--workers", type=_positive, help="on the Ray cluster; else all that it has room for")
+    comm.add_argument("--hosts", type=_positive, help="in network namespaces of this machine, in place of the cluster")
+    comm.add_argument("--workers-per-host", type=_positive, help="processes on each of them, 1 by default")
+    comm.add_argument("--deal", choices=["node", "round"], help="ranks host by host, as by default, or in turn")
+    comm.add_argument("--rate", type=_words, help="of the links, several by commas; unshaped,1gbit by default")
     comm.add_argument("--find-rate", type=float, metavar="FRACTION", help="that ddp falls to; then a tenth of it too")
     comm.add_argument("--rounds", type=_positive, default=5, help="measured rounds; each turn in them warms up")
     comm.add_argument("--steps", type=_positive, default=3, help="optimizer steps of each strategy in a round")
     comm.add_argument("--strategies", type=_words, help="by commas; else all there are")
+    comm.add_argument("--predict", type=_numbers, default=[], help="the efficiency for these numbers of workers")
+    comm.add_argument("--top1", type=_positive, metavar="SEEDS", default=0, help="of trainings on the digits, too")
     comm.add_argument("--picture", metavar="PATH", type=Path, help="draw the figures there")
     comm.add_argument("--tracking", metavar="URI", help="store table, figures and picture in MLflow")
     runs = {step: _step, data: _data, start: _start, checkpoint: _checkpoint, tracker: _tracker, comm: _comm}
@@ -113,19 +122,49 @@ def _tracker(args: argparse.Namespace) -> "Report":
 
 
 def _comm(args: argparse.Namespace) -> "Report":
-    from raytrain.bench.comm import Layout, bench_comm
+    from raytrain.bench.comm import Wanted, bench_comm
     from raytrain.bench.comm_rank import STRATEGIES
     from raytrain.bench.comm_report import tracked
 
-    layout = Layout(args.hosts, args.workers_per_host, args.deal)
-    rates = [None if rate == "unshaped" else rate for rate in args.rate]
-    names = args.strategies or list(STRATEGIES)
-    with tracked(args.tracking, {name: str(value) for name, value in vars(args).items() if name != "run"}) as store:
-        report = bench_comm(layout, rates, args.rounds, args.steps, names, args.recipe, args.find_rate)
+    if args.hosts is None and (unfit := [key for key in ON_HOSTS if getattr(args, key) is not None]):
+        raise ConfigError(f"--{unfit[0].replace('_', '-')} is for --hosts; a cluster has the links that it has")
+    if args.hosts is not None and args.workers is not None:
+        raise ConfigError("--workers is for a Ray cluster; with --hosts it is --workers-per-host")
+    rates = args.rate or (["unshaped", "1gbit"] if args.hosts else ["unshaped"])
+    wanted = Wanted(
+        [None if rate == "unshaped" else rate for rate in rates],
+        args.rounds,
+        args.steps,
+        args.strategies or [name for name, strategy in STRATEGIES.items() if not (args.hosts and strategy.needs_ray)],
+        args.recipe,
+        args.find_rate,
+        args.predict,
+        args.top1,
+    )
+    params = {name: str(value) for name, value in vars(args).items() if name != "run"}
+    with tracked(args.tracking, params) as store, _ranks(args) as (ranks, place):
+        report = bench_comm(wanted, ranks, place)
         store(report)
     if args.picture:
         report.draw().savefig(args.picture, dpi=130)
     return report
+
+
+@contextmanager
+def _ranks(args: argparse.Namespace) -> "Iterator[tuple[Ranks, str]]":
+    """The workers of `comm`, and what they are in words."""
+    if args.hosts is None:
+        from raytrain.bench.comm_ray import on_cluster
+
+        with on_cluster(args.workers, args.recipe) as found:
+            yield found
+        return
+    from raytrain.bench.comm_hosts import Layout, on_hosts
+
+    layout = Layout(args.hosts, args.workers_per_host or 1, args.deal or "node")
+    with on_hosts(layout, args.recipe) as ranks:
+        place = f"{layout.world_size} workers of {layout.threads} thread(s), gloo, on {layout.hosts} hosts"
+        yield ranks, f"{place} in network namespaces of one machine"
 
 
 def _publish(report: "Report", args: argparse.Namespace) -> None:
@@ -138,6 +177,10 @@ def _publish(report: "Report", args: argparse.Namespace) -> None:
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(word) for word in _words(text)]
 
 
 def _positive(word: str) -> int:

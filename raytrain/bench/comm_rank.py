@@ -1,21 +1,22 @@
-"""One process of `raytrain.bench.comm`: takes turns at training by one strategy after the other, as it is told.
+"""One worker of `raytrain.bench.comm`, which does as it is asked: takes turns at training, measures, trains to the end.
 
     python -m raytrain.bench.comm_rank [section.key=value ...]          with torchrun's environment
 
-It reads lines and answers each with one. `probe`: it measures what predictions need, and says it as JSON. `turn
-STRATEGY STEPS`: it builds the strategy's state, takes steps to warm up, and says `ready` when all ranks are. `go`: it
-takes the steps, and says when all ranks have, as the JSON of `Turn`.
+It reads lines, a method of `Worker` with its arguments as JSON each, and answers each with what the method returns.
 """
 
 import gc
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch.nn import functional
@@ -27,14 +28,18 @@ from raytrain.comm.topology import Topology, nodes_of
 from raytrain.commandline import parse
 from raytrain.config import Config
 from raytrain.data.loader import Batch, StepBatches
+from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime, resolve_precision, torchrun_runtime
-from raytrain.loop import AUTOCAST_DTYPES, apply, compute_gradients
+from raytrain.errors import RunError
+from raytrain.loop import AUTOCAST_DTYPES, apply, compute_gradients, train
 from raytrain.model import build_model
 from raytrain.monitor import Monitor
 from raytrain.optim import make_optimizer
 from raytrain.plan import make_plan
+from raytrain.recorder import Recorder
 from raytrain.schedule import make_schedule
 from raytrain.state import TrainState
+from raytrain.storage import Storage
 
 WORKLOAD = ("data.image_size=64", "train.micro_batch_size=48")
 """What a worker computes in a step, unless the recipe says otherwise."""
@@ -51,8 +56,11 @@ class Strategy(NamedTuple):
     """What it changes in the config."""
     is_sync: bool = True
     """Whether it is synchronous SGD with gradients of 16 bits or more."""
+    at_once: tuple[str, ...] = ()
+    """What it takes besides not to train otherwise at first."""
     cycle: int = 1
     """Steps in which it does all that it does."""
+    needs_ray: bool = False
 
 
 REFERENCES = {"computation": Strategy(), "ddp": Strategy()}
@@ -64,16 +72,20 @@ STRATEGIES = {
     "bf16+5MiB": Strategy(("comm.compression=bf16", "comm.bucket_cap_mb=5")),
     "bf16+10MiB": Strategy(("comm.compression=bf16", "comm.bucket_cap_mb=10")),
     "powersgd": Strategy(
-        ("comm.compression=powersgd", f"comm.powersgd_start_step={WARM_UP_STEPS}"),
-        is_sync=False,
+        ("comm.compression=powersgd",), is_sync=False, at_once=(f"comm.powersgd_start_step={WARM_UP_STEPS}",)
     ),
     "onebit": Strategy(("comm.compression=onebit",), is_sync=False),
     "hierarchical": Strategy(("comm.topology=hierarchical",)),
     "next_step": Strategy(("comm.overlap=next_step",), is_sync=False),
     "next_step+bf16": Strategy(("comm.overlap=next_step", "comm.compression=bf16"), is_sync=False),
     "next_step+onebit": Strategy(("comm.overlap=next_step", "comm.compression=onebit"), is_sync=False),
-    "onebit_adam": Strategy(("optim.name=onebit_adam", f"optim.freeze_step={WARM_UP_STEPS}"), is_sync=False),
+    "onebit_adam": Strategy(
+        ("optim.name=onebit_adam", "optim.base_lr=0.001"),
+        is_sync=False,
+        at_once=(f"optim.freeze_step={WARM_UP_STEPS}",),
+    ),
     "local_sgd": Strategy(("comm.sync=local_sgd", "comm.period=8"), is_sync=False, cycle=8),
+    "async": Strategy(("comm.sync=async", "comm.period=8"), is_sync=False, cycle=8, needs_ray=True),
 }
 PREDICTED = {"plain": Uncompressed(), "fp16": Half(torch.float16), "hierarchical": Uncompressed()}
 """Strategies that `comm.predict` predicts."""
@@ -91,51 +103,84 @@ class Turn(NamedTuple):
     """To other ranks in a step, by arithmetic."""
 
 
+class Worker:
+    """One rank. All ranks must be asked the same.
+
+    Args:
+        runtime: this process.
+        recipe: what it computes, as section.key=value over WORKLOAD.
+    """
+
+    def __init__(self, runtime: Runtime, recipe: Sequence[str]) -> None:
+        self._runtime, self._recipe = runtime, recipe
+        self._side: Raytrain | BareDdp | None = None
+
+    def prepare(self, name: str, server: Any = None) -> None:
+        """Builds the state of a strategy and warms up; `take` is to follow.
+
+        Args:
+            name: of the strategy.
+            server: the parameter server, where it needs one.
+        """
+        self._side = make_side(name, self._recipe, replace(self._runtime, server=server))
+        self._side.take(range(WARM_UP_STEPS))
+        self._side.finish()
+        self._runtime.barrier()
+
+    def take(self, steps: int) -> dict[str, Any]:
+        """Takes steps by the strategy, and says what it has done, as the fields of `Turn`."""
+        side, timed_from = self._side, WARM_UP_STEPS + LEAD_IN_STEPS
+        assert side is not None
+        sent = side.sent_bytes()
+        side.take(range(WARM_UP_STEPS, timed_from))
+        side.waited()
+        start = _now(self._runtime)
+        side.take(range(timed_from, timed_from + steps))
+        seconds, waited = _now(self._runtime) - start, side.waited()
+        side.finish()
+        self._runtime.barrier()
+        turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
+        self._side = side = None
+        gc.collect()  # what DistributedDataParallel and its hook hold of each other
+        return turn._asdict()
+
+    def probe(self) -> dict[str, Any]:
+        """What `comm.predict` needs of the strategies in PREDICTED, as the fields of its tuples."""
+        runtime, sums = self._runtime, {}
+        config = make_config("plain", self._recipe, runtime.world_size)
+        dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
+        for name, compression in PREDICTED.items():
+            hierarchical = name == "hierarchical"
+            nodes = nodes_of(runtime.gather(runtime.node if hierarchical else runtime.rank), None)
+            if len(nodes) > 1:  # else nothing goes over the network
+                topology = Topology(nodes, runtime.rank)
+                sums[name] = asdict(measure_sums(topology, compression, runtime, len(nodes)))
+                topology.close()
+        return {"computation": asdict(measure_computation(config, CLASSES, runtime, dtype)), "sums": sums}
+
+    def train(self, name: str, seed: int, server: Any = None) -> float:
+        """Trains by quickstart's recipe on the digits, and says which top-1 it came to at the end."""
+        config = make_digits_config(name, seed, self._runtime.world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            runtime, sources = replace(self._runtime, server=server), open_sources(config.data)
+            progress = train(config, runtime, sources, Storage(Path(folder), RunError), Recorder())
+            runtime.barrier()
+        return progress.metrics["val/top1"]
+
+    def sent_on_wire(self) -> int:
+        """Bytes that this machine's interfaces have sent, but for the one to itself."""
+        return sum(nic.bytes_sent for name, nic in psutil.net_io_counters(pernic=True).items() if name != "lo")
+
+
 def main() -> None:
     """Answers lines until there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to standard error
-    runtime = torchrun_runtime(use_gpu=False)
-    recipe = tuple(sys.argv[1:])
+    worker = Worker(torchrun_runtime(use_gpu=False), tuple(sys.argv[1:]))
     for line in iter(sys.stdin.readline, ""):
-        if line.startswith("probe"):
-            answers.write(json.dumps(probe(recipe, runtime)) + "\n")
-            continue
-        _, name, count = line.split()
-        steps, timed_from = int(count), WARM_UP_STEPS + LEAD_IN_STEPS
-        side = make_side(name, recipe, runtime)
-        side.take(range(WARM_UP_STEPS))
-        side.finish()
-        runtime.barrier()
-        answers.write("ready\n")
-        sys.stdin.readline()
-        sent = side.sent_bytes()
-        side.take(range(WARM_UP_STEPS, timed_from))
-        side.waited()
-        start = time.perf_counter()
-        side.take(range(timed_from, timed_from + steps))
-        seconds, waited = time.perf_counter() - start, side.waited()
-        side.finish()
-        runtime.barrier()
-        turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
-        answers.write(json.dumps(turn._asdict()) + "\n")
-        del side
-        gc.collect()  # what DistributedDataParallel and its hook hold of each other
+        method, *arguments = json.loads(line)
+        answers.write(json.dumps(getattr(worker, method)(*arguments)) + "\n")
     dist.destroy_process_group()
-
-
-def probe(recipe: Sequence[str], runtime: Runtime) -> dict[str, Any]:
-    """What `comm.predict` needs of the strategies in PREDICTED, as its tuples. All ranks must call."""
-    config = make_config("plain", recipe, runtime.world_size)
-    dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
-    sums = {}
-    for name, compression in PREDICTED.items():
-        hierarchical = name == "hierarchical"
-        nodes = nodes_of(runtime.gather(runtime.node if hierarchical else runtime.rank), None)
-        topology = Topology(nodes, runtime.rank)
-        sums[name] = asdict(measure_sums(topology, compression, runtime, len(nodes)))
-        topology.close()
-    return {"computation": asdict(measure_computation(config, CLASSES, runtime, dtype)), "sums": sums}
 
 
 def make_config(name: str, recipe: Sequence[str], world_size: int) -> Config:
@@ -148,7 +193,21 @@ def make_config(name: str, recipe: Sequence[str], world_size: int) -> Config:
     images = next(word.partition("=")[2] for word in reversed(words) if word.startswith("train.micro_batch_size="))
     whole = int(images) * world_size if images.isdecimal() else images
     words += [f"train.global_batch_size={whole}", f"scaling.num_workers={world_size}"]
-    words += (REFERENCES | STRATEGIES)[name].overrides
+    strategy = (REFERENCES | STRATEGIES)[name]
+    words += (*strategy.overrides, *strategy.at_once)
+    return parse(words, "quickstart", frozenset()).config
+
+
+def make_digits_config(name: str, seed: int, world_size: int) -> Config:
+    """Quickstart by a strategy, its batch in as large micro-batches as there are workers for.
+
+    Raises:
+        ConfigError: there are more workers than images in a batch.
+    """
+    batch = parse((), "quickstart", frozenset()).config.train.global_batch_size
+    size = next((size for size in range(batch, 0, -1) if batch % size == 0 and batch // size >= world_size), 1)
+    words = [*STRATEGIES[name].overrides, f"run.seed={seed}", f"train.micro_batch_size={size}"]
+    words += [f"scaling.num_workers={world_size}", "checkpoint.every_epochs=null"]
     return parse(words, "quickstart", frozenset()).config
 
 
@@ -158,10 +217,10 @@ def make_side(name: str, recipe: Sequence[str], runtime: Runtime) -> "Raytrain |
     size, count = config.data.image_size, config.train.micro_batch_size
     torch.manual_seed(runtime.rank)
     images = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
-    batch = Batch(images, torch.randint(CLASSES, (count,)), count)
+    batch = Batch(images.to(runtime.device), torch.randint(CLASSES, (count,)).to(runtime.device), count)
     if name == "ddp":
         return BareDdp(config, batch, runtime)
-    return Raytrain(config, batch, Runtime() if name == "computation" else runtime)
+    return Raytrain(config, batch, Runtime(device=runtime.device) if name == "computation" else runtime)
 
 
 class Raytrain:
@@ -213,9 +272,9 @@ class BareDdp:
 
     def __init__(self, config: Config, batch: Batch, runtime: Runtime) -> None:
         self._config, self._batch, self.images = config, batch, batch.count
-        self._world_size, self._sent_bytes = runtime.world_size, 0.0
+        self._device, self._world_size, self._sent_bytes = runtime.device, runtime.world_size, 0.0
         self._dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
-        model = build_model(config.model, config.data, CLASSES, config.run.seed)
+        model = build_model(config.model, config.data, CLASSES, config.run.seed).to(runtime.device)
         self._model = DistributedDataParallel(model)
         self._optimizer = make_optimizer(model.parameters(), config.optim)
 
@@ -223,7 +282,7 @@ class BareDdp:
         """Takes steps."""
         for _ in steps:
             self._optimizer.zero_grad()
-            with torch.autocast("cpu", self._dtype, enabled=self._dtype is not None):
+            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
                 logits = self._model(self._batch.images)
             smoothing = self._config.train.label_smoothing
             functional.cross_entropy(logits, self._batch.labels, label_smoothing=smoothing).backward()
@@ -241,6 +300,12 @@ class BareDdp:
     def sent_bytes(self) -> float:
         """To other ranks, by arithmetic, since the beginning."""
         return self._sent_bytes
+
+
+def _now(runtime: Runtime) -> float:
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+    return time.perf_counter()
 
 
 if __name__ == "__main__":

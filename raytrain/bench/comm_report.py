@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from raytrain import tracking
+from raytrain.bench.comm_ranks import Measured, Probe
 from raytrain.bench.hosts import bits_per_second
 from raytrain.bench.report import Report
 
@@ -19,23 +20,13 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GRAY = "#4269d0", "#ef7d1a", "#666666"
 
 
-class Measured(NamedTuple):
-    """A turn, over all ranks."""
-
-    images_per_second: float
-    wire_bytes: float
-    """That a host sent in a step, mean over hosts."""
-    sent_bytes: float
-    """That a worker sent in a step by arithmetic, mean over workers."""
-    wait_fraction: float | None
-    """Of the time, in which computation waited, mean over workers; None where nothing tells."""
-
-
 Figures = dict[tuple[str | None, str], list[Measured]]
 """By rate, None for links that are not shaped, and strategy, one for each round."""
 
 COLUMNS = {
     "speed": "images/s",
+    "step": "ms a step",
+    "predicted": "ms a step, predicted",
     "vs_ddp": "of ddp at that rate",
     "lost_fraction": "of the time lost to communication",
     "wait_fraction": "of the time spent waiting",
@@ -67,9 +58,12 @@ class CommReport(Report):
         figures: Figures,
         strategies: Sequence[str],
         sync: Sequence[str],
-        images_per_step: int,
         notes: tuple[str, ...],
-        top1: Mapping[str, list[float]] | None = None,
+        top1: Mapping[str, list[float]],
+        probes: Mapping[str | None, list[Probe]],
+        *,
+        images_per_step: int,
+        predict: Sequence[int] = (),
     ) -> "CommReport":
         """From what was measured.
 
@@ -77,23 +71,40 @@ class CommReport(Report):
             figures: of `computation` and `ddp` unshaped, and of each rate that of `ddp` and the strategies.
             strategies: that the ratios choose the best of.
             sync: those of them that are synchronous SGD with 16 bits or more.
-            images_per_step: over all workers.
             notes: what a reader must know.
-            top1: what strategies come to on the digits.
+            top1: by strategy, what it came to on the digits.
+            probes: by rate, one of each round, where there are predictions.
+            images_per_step: over all workers.
+            predict: numbers of workers to predict the efficiency for.
         """
         rows, units, lines = {}, {}, {}
         for rate, name in figures:
             title = "computation" if name == "computation" else f"{name} {link_name(rate)}"
-            columns = _columns(figures, rate, name, images_per_step) | {"top1": (top1 or {}).get(name, [])}
+            columns = _columns(figures, rate, name, images_per_step)
+            if name in strategies:
+                columns["top1"] = top1.get(name, [])
+            if any(name in probe.sums for probe in probes.get(rate, ())):
+                columns["step"] = [1000 * images_per_step / turn.images_per_second for turn in figures[rate, name]]
+                columns["predicted"] = [1000 * probe.step_seconds(name, probe.world_size) for probe in probes[rate]]
             keys = {column: title if column == "speed" else f"{title}: {column}" for column in COLUMNS}
             rows |= {keys[column]: values for column, values in columns.items() if values}
             units |= {keys[column]: COLUMNS[column] for column, values in columns.items() if values}
             lines[title] = [keys[column] if columns[column] else "" for column in COLUMNS]
         used = [i for i in range(len(COLUMNS)) if any(names[i] for names in lines.values())]
-        table = {title: tuple(names[i] for i in used) for title, names in lines.items()}
+        tables = [{title: tuple(names[i] for i in used) for title, names in lines.items()}]
         ratios, best = _ratios(figures, strategies, sync)
+        for title in lines:
+            if f"{title}: predicted" in rows:
+                ratios[f"{title}: predicted_vs_measured"] = (f"{title}: predicted", f"{title}: step")
+        if probes and predict:
+            efficiencies = _efficiencies(probes, predict)
+            rows |= {f"{title} on {count}": values for (title, count), values in efficiencies.items()}
+            units |= {f"{title} on {count}": f"efficiency on {count} workers" for title, count in efficiencies}
+            titles = dict.fromkeys(title for title, _ in efficiencies)
+            tables.append({title: tuple(f"{title} on {count}" for count in predict) for title in titles})
+            notes = (*notes, "Efficiency: predicted by raytrain.comm.predict; computation alone over a step.")
         speeds = {pair: [turn.images_per_second for turn in turns] for pair, turns in figures.items()}
-        return cls("comm", units, rows, ratios, (*notes, *best), table, speeds=speeds)
+        return cls("comm", units, rows, ratios, (*notes, *best), tuple(tables), speeds=speeds)
 
     def draw(self) -> "Figure":
         """Images/s by strategy, a panel for each rate, beside those of computation alone and of ddp unshaped."""
@@ -173,33 +184,50 @@ def _columns(figures: Figures, rate: str | None, name: str, images_per_step: int
     ddp, alone = figures[rate, "ddp"], figures[None, "computation"]
     seconds = 0 if rate is None else 8 / bits_per_second(rate)
     waits = [turn.wait_fraction for turn in turns]
+    sizes = [turn.wire_bytes for turn in turns if turn.wire_bytes is not None]
     return columns | {
         "vs_ddp": [own.images_per_second / other.images_per_second for own, other in zip(turns, ddp, strict=True)],
         "lost_fraction": [
             1 - own.images_per_second / other.images_per_second for own, other in zip(turns, alone, strict=True)
         ],
         "wait_fraction": [wait for wait in waits if wait is not None],
-        "wire": [turn.wire_bytes / 1e6 for turn in turns],
+        "wire": [size / 1e6 for size in sizes],
         "arithmetic": [turn.sent_bytes / 1e6 for turn in turns],
-        "limit": [images_per_step / (turn.wire_bytes * seconds) for turn in turns] if seconds else [],
+        "limit": [images_per_step / (size * seconds) for size in sizes] if seconds else [],
+    }
+
+
+def _efficiencies(
+    probes: Mapping[str | None, list[Probe]], predict: Sequence[int]
+) -> dict[tuple[str, int], list[float]]:
+    """By strategy and rate, and number of workers: computation alone over a predicted step, of each round."""
+    return {
+        (f"{name} {link_name(rate)}", count): [
+            probe.computation.seconds / probe.step_seconds(name, count) for probe in measured
+        ]
+        for rate, measured in probes.items()
+        for name in measured[0].sums
+        for count in predict
     }
 
 
 def _ratios(
     figures: Figures, strategies: Sequence[str], sync: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Of each shaped rate, the best strategy over ddp, at that rate and unshaped; and a note of which it is.
+    """Of each rate, the best strategy over ddp, at that rate and unshaped; and a note of which it is.
 
-    The keys of the first rate have no rate in them.
+    Links that are not shaped count where no other are. The keys of the first rate have no rate in them.
     """
     ratios, notes = {}, []
-    rates = list(dict.fromkeys(rate for rate, _ in figures if rate is not None)) if strategies else []
+    rates = list(dict.fromkeys(rate for rate, _ in figures if rate is not None)) or [None]
+    rates = rates if strategies else []
     for number, rate in enumerate(rates):
         suffix = f"_{link_name(rate).replace(' ', '_')}" if number else ""
         for kind, names in (("best_sync", sync), ("best", strategies)):
             if names:
                 best = max(names, key=lambda name: statistics.median(t.images_per_second for t in figures[rate, name]))
-                ratios[f"{kind}_vs_unshaped{suffix}"] = (f"{best} {link_name(rate)}", "ddp unshaped")
+                if rate is not None:
+                    ratios[f"{kind}_vs_unshaped{suffix}"] = (f"{best} {link_name(rate)}", "ddp unshaped")
                 ratios[f"{kind}_vs_plain{suffix}"] = (f"{best} {link_name(rate)}", f"ddp {link_name(rate)}")
                 notes.append(f"{kind} {link_name(rate)}: {best}.")
     return ratios, [" ".join(notes)] if notes else []

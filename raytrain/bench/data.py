@@ -231,7 +231,7 @@ def _report(costs: dict[Pass, list[Cost]], counts: dict[str, int], notes: tuple[
         f"{start}{one}_vs_{other}": (start + other, start + one) for start in PARTS.values() for one, other in COMPARED
     }
     lines = {side: (side, f"eval_{side}", f"{side}_speed", f"eval_{side}_speed") for side in SIDES}
-    return Report("data", units, rows, ratios, notes, lines, LIBRARIES)
+    return Report("data", units, rows, ratios, notes, (lines,), LIBRARIES)
 
 
 def _notes(paths: dict[str, Path], counts: dict[str, int], threads: int, *, photographs: bool) -> tuple[str, ...]:

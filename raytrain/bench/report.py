@@ -4,7 +4,7 @@ import json
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ class Report:
         ratios: by key X_vs_Y, the rows above and below the line, of the same round. Where rows are costs Y's is
             above, so that more is always better.
         notes: what a reader must know beside the figures.
-        lines: where units differ: by its title, the rows that a line of the table shows, a column for each unit, and ""
-            for none.
+        tables: where units differ: by its title, the rows that a line shows, a column for each unit, and "" for none.
         libraries: those whose versions matter to the figures.
         digits: of the rows' figures, after the point.
     """
@@ -36,14 +35,14 @@ class Report:
     rows: dict[str, list[float]]
     ratios: dict[str, tuple[str, str]]
     notes: tuple[str, ...] = ()
-    lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tables: tuple[dict[str, tuple[str, ...]], ...] = ()
     libraries: tuple[str, ...] = ("torch", "torchvision")
     digits: int = 1
 
     def table(self) -> str:
         """Markdown: medians over the rounds, with minimum and maximum."""
         rounds = len(next(iter(self.rows.values())))
-        lines = self._wide_lines() if self.lines else self._long_lines()
+        lines = self._wide_lines() if self.tables else self._long_lines()
         lines += ["", f"| ratio, {rounds} rounds | median | min | max |", "|---|---|---|---|"]
         lines += [_line(key, figures, 3) for key, figures in self._ratio_figures().items()]
         machine = _machine(self.libraries)
@@ -69,16 +68,16 @@ class Report:
         return [*head, *(_line(name, figures, self.digits) for name, figures in self.rows.items())]
 
     def _wide_lines(self) -> list[str]:
-        columns = zip(*self.lines.values(), strict=True)
-        units = [self._unit(next(filter(None, names))) for names in columns]
-        head = ["| median (min - max) | " + " | ".join(units) + " |", "|---" * (len(units) + 1) + "|"]
-        return [
-            *head,
-            *(
+        lines = []
+        for table in self.tables:
+            units = [self._unit(next(filter(None, names))) for names in zip(*table.values(), strict=True)]
+            lines += [""] * bool(lines)
+            lines += ["| median (min - max) | " + " | ".join(units) + " |", "|---" * (len(units) + 1) + "|"]
+            lines += [
                 f"| {title} | {' | '.join(_cell(self.rows[name]) if name else '' for name in names)} |"
-                for title, names in self.lines.items()
-            ),
-        ]
+                for title, names in table.items()
+            ]
+        return lines
 
     def _ratio_figures(self) -> dict[str, list[float]]:
         return {

@@ -69,7 +69,7 @@ def bench_start(rounds: int, files: int) -> Report:
         f"arrow: {ROWS:,} rows in {SHARDS} shards, opened and checked, and the first batch. next_order: their shuffle.",
         "MB: growth of the process's own memory. Files lie in the page cache.",
     )
-    return Report("start", units, rows, RATIOS, notes, lines)
+    return Report("start", units, rows, RATIOS, notes, (lines,))
 
 
 def _measure(call: Callable[[], object]) -> tuple[float, float]:

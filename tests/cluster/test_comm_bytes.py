@@ -2,7 +2,7 @@
 
 import pytest
 
-from raytrain.bench.comm import Layout, Ranks
+from raytrain.bench.comm_hosts import HostRanks, Layout
 from raytrain.bench.hosts import cluster_of, why_not
 
 reason = why_not()
@@ -16,7 +16,7 @@ STEPS = 3
 def wire_bytes(folder, layout, *names):
     """Bytes that a host sends in a step, by strategy, mean over hosts; the first is that of plain DDP."""
     with cluster_of(layout.hosts, folder / "hosts") as hosts:
-        ranks = Ranks(hosts, layout, folder, RECIPE)
+        ranks = HostRanks(hosts, layout, folder, RECIPE)
         turns = {name: ranks.turn(name, None, STEPS) for name in ("ddp", *names)}
     for name, turn in turns.items():
         print(

@@ -70,7 +70,7 @@ def test_the_table_of_several_units_has_a_column_for_each(tmp_path):
     units = {"a": "CPU-ms", "a_speed": "images/s", "b": "CPU-ms", "b_speed": "images/s"}
     rows = {"a": [1.0, 2.0, 3.0], "a_speed": [900.0, 1000.0, 1100.0], "b": [4.0, 4.0, 4.0], "b_speed": [250.0] * 3}
     lines = {"a": ("a", "a_speed"), "b": ("b", "b_speed")}
-    report = Report("data", units, rows, {"a_vs_b": ("b", "a")}, lines=lines, libraries=("torch", "pillow"))
+    report = Report("data", units, rows, {"a_vs_b": ("b", "a")}, tables=(lines,), libraries=("torch", "pillow"))
     assert report.table().splitlines()[:5] == [
         "| median (min - max) | CPU-ms | images/s |",
         "|---|---|---|",

@@ -1,0 +1,154 @@
+"""Workers of `raytrain.bench.comm` on a Ray cluster, and DataParallel on one of its nodes."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+import ray.actor
+import ray.exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raytrain.bench.comm_rank import STRATEGIES, Worker, make_config
+from raytrain.bench.comm_ranks import Ranks
+from raytrain.cluster import Allotment, allot, usable_nodes
+from raytrain.distributed import torchrun_runtime
+from raytrain.errors import ResourceError, WorkerError
+from raytrain.launch import connected
+from raytrain.remote import RemoteServer, start_server
+
+PLACE_SECONDS = 60
+ANSWER_SECONDS = 600
+"""How long a turn may take, or the workers' start."""
+TRAIN_SECONDS = 7200
+"""How long a training on the digits may take."""
+
+
+class RayRanks(Ranks):
+    """The workers, one of Ray's actors each, the ranks of a node one after another.
+
+    Args:
+        actors: by rank.
+        nodes: id of each one's node.
+        recipe: what they compute.
+    """
+
+    def __init__(self, actors: Sequence[Any], nodes: Sequence[str], recipe: Sequence[str]) -> None:
+        self._actors, self._nodes, self._recipe, self.world_size = actors, nodes, recipe, len(actors)
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        seconds = TRAIN_SECONDS if method == "train" else ANSWER_SECONDS
+        try:
+            return ray.get([actor.ask.remote(method, *arguments) for actor in self._actors], timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerError(f"the workers have not answered in {seconds} s") from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"a worker failed: {error}") from None
+
+    def shape(self, rate: str | None) -> None:
+        """Links of a real network have the rate they have."""
+        assert rate is None
+
+    def sent_on_wire(self) -> float | None:
+        first = dict(zip(self._nodes, self._actors, strict=True))
+        if len(first) == 1:
+            return None
+        return sum(ray.get([actor.ask.remote("sent_on_wire") for actor in first.values()])) / len(first)
+
+    @contextmanager
+    def server(self, name: str) -> Iterator[Any]:
+        if not STRATEGIES.get(name, STRATEGIES["plain"]).needs_ray:
+            yield None
+            return
+        server = start_server(make_config(name, self._recipe, self.world_size))
+        try:
+            yield server
+        finally:
+            ray.kill(server)
+
+
+@contextmanager
+def on_cluster(workers: int | None, recipe: Sequence[str]) -> Iterator[tuple[RayRanks, str]]:
+    """Workers on the cluster at RAY_ADDRESS, or on a Ray of this machine, and what they are in words.
+
+    Args:
+        workers: how many; None: as many as there are GPUs, or else nodes and at least 2.
+        recipe: what they compute, see `bench_comm`.
+
+    Raises:
+        ResourceError: there is no room for them.
+        WorkerError: they cannot start.
+    """
+    with connected():
+        nodes = usable_nodes(ray.nodes())
+        gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
+        count = workers or max(2, int(gpus) or len(nodes))
+        allotment = allot(make_config("plain", recipe, count).scaling, nodes)
+        with on_ray(allotment, recipe) as ranks:
+            each = ", ".join(f"{amount:g} {kind}" for kind, amount in allotment.resources.items())
+            yield ranks, f"{count} workers of {each} on a Ray cluster of {len(nodes)} node(s)"
+
+
+@contextmanager
+def on_ray(allotment: Allotment, recipe: Sequence[str]) -> Iterator[RayRanks]:
+    """Workers on the cluster that this process is connected to, gone afterwards.
+
+    Args:
+        allotment: how many of them, and what each takes.
+        recipe: what they compute, see `bench_comm`.
+
+    Raises:
+        ResourceError: there is no room for them.
+        WorkerError: they cannot start.
+    """
+    group = placement_group([allotment.resources] * allotment.num_workers, strategy="PACK")
+    try:
+        if not group.wait(PLACE_SECONDS):
+            raise ResourceError(f"the cluster had no room for {allotment.num_workers} workers in {PLACE_SECONDS} s")
+        actors = []
+        for number in range(allotment.num_workers):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            cpus, gpus = allotment.resources["CPU"], allotment.resources.get("GPU", 0)
+            actors.append(ray.remote(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)(_Actor).remote())
+        try:
+            places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_SECONDS)
+            order = sorted(range(len(actors)), key=lambda number: places[number][0])
+            actors, places = [actors[number] for number in order], [places[number] for number in order]
+            nodes = [node for node, _, _ in places]
+            _, address, port = places[0]
+            starts = []
+            for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
+                env = {"RANK": rank, "LOCAL_RANK": nodes[:rank].count(node), "WORLD_SIZE": len(actors)}
+                env |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+                starts.append(actor.begin.remote({key: str(value) for key, value in env.items()}, node, tuple(recipe)))
+            ray.get(starts, timeout=ANSWER_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"the workers cannot start: {error}") from None
+        yield RayRanks(actors, nodes, recipe)
+    finally:
+        remove_placement_group(group)
+
+
+class _Actor:
+    """A `Worker` in a process of Ray's."""
+
+    def place(self) -> tuple[str, str, int]:
+        """The node's id, its address, and a port that is free there."""
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+
+    def begin(self, env: dict[str, str], node: str, recipe: tuple[str, ...]) -> None:
+        """Joins the process group."""
+        os.environ |= env
+        runtime = torchrun_runtime(use_gpu=bool(ray.get_gpu_ids()))
+        self._worker = Worker(replace(runtime, node=node), recipe)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the worker."""
+        arguments = tuple(RemoteServer(one) if isinstance(one, ray.actor.ActorHandle) else one for one in arguments)
+        return getattr(self._worker, method)(*arguments)
