@@ -3,12 +3,10 @@
 The model. A step computes its micro-batches; during the last one's backward pass buckets of gradients become ready one
 after another, and are summed over the ranks one after another. A sum of `size` bytes takes a + b size seconds: a is its
 messages' latency, b what the slowest link takes for a byte. So a bucket begins when it is ready and the one before is
-done, and the step ends with the last one, a small sum of its own and the update. Where processors do both, a sum also
-takes c size seconds of a processor that the computation then lacks: no step is shorter than all of its work.
+done, and the step ends with the last one, a small sum of its own and the update. Where processors do both, a byte takes
+b + c beside computation, which goes on for b of them: c is work that one of the two has to wait for.
 
-    step = max(forward + last bucket's end, forward + backward + c bytes) + a + update
-
-Over W ranks a ring takes 2 (W - 1) messages and passes on 2 (W - 1) / W of the bytes, which says what a and b become
+Over W ranks a ring takes 2 (W - 1) messages and passes on 2 (W - 1) / W of the bytes, which says what a, b and c become
 for another number of ranks.
 """
 
@@ -45,7 +43,7 @@ class Sums:
     seconds_per_byte: float
     """b, of float32 that is summed, however few bits go over the wire for it."""
     work_per_byte: float
-    """c, seconds of this rank's processor; 0 on a GPU."""
+    """c, seconds that it takes longer beside computation, and keeps that waiting; 0 on a GPU."""
 
     def over(self, ranks: int) -> "Sums":
         """The same with so many ranks in the ring."""
@@ -57,11 +55,15 @@ class Sums:
 
 def predict_step(computation: Computation, sums: Sums) -> float:
     """Seconds of a step, by the model above."""
-    end = 0.0
+    end = done = 0.0  # since the last backward pass began: on the clock, and of its computation
     for ready, size in computation.buckets:
-        end = max(end, ready) + sums.latency + sums.seconds_per_byte * size
-    work = computation.backward + sums.work_per_byte * sum(size for _, size in computation.buckets)
-    return computation.forward + max(end, work) + sums.latency + computation.update
+        start = max(done, ready)
+        end, done = end + start - done + sums.latency, min(start + sums.latency, computation.backward)
+        alone = max(sums.seconds_per_byte * size - (computation.backward - done), 0.0)  # when all is computed
+        beside = sums.seconds_per_byte * size - alone
+        share = beside / (sums.seconds_per_byte * size) if sums.seconds_per_byte else 1.0
+        end, done = end + alone + beside + sums.work_per_byte * size * share, done + beside
+    return computation.forward + end + computation.backward - done + sums.latency + computation.update
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -1,8 +1,11 @@
 """Measures what `predict` needs, on the ranks of a run, in a few steps and sums."""
 
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -24,7 +27,7 @@ STEPS = 4
 """Of which the first ones, in which memory is found and buckets are laid out, do not count."""
 SIZES = (2**16, 2**20, 2**23)
 """Bytes of the sums that are timed."""
-REPEATS = 3
+REPEATS = 5
 
 
 def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtype: torch.dtype | None) -> Computation:
@@ -84,28 +87,50 @@ def measure_sums(topology: Topology, compression: Compression, runtime: Runtime,
         runtime: this process.
         ranks: in the ring whose links are the slowest.
     """
-    points, work = [], []
+    points = []
     for size in SIZES:
         bucket = Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True)
-        seconds, cpu = _time(lambda bucket=bucket: compression.sum(bucket, topology), runtime)
-        points.append((size, seconds))
-        work.append((size, cpu))
+        sum_up = partial(compression.sum, bucket, topology)
+        points.append((size, _time(sum_up, runtime)))
     latency, slope = fit_line(points)
-    on_gpu = runtime.device.type == "cuda"
-    return Sums(ranks, latency, slope, 0.0 if on_gpu else fit_line(work)[1])
+    if runtime.device.type == "cuda":
+        return Sums(ranks, latency, slope, 0.0)
+    with _computing():
+        beside = _time(sum_up, runtime)
+    return Sums(ranks, latency, slope, max(beside - points[-1][1], 0.0) / SIZES[-1])
 
 
-def _time(call: Callable[[], None], runtime: Runtime) -> tuple[float, float]:
-    """Seconds that a call takes, and of this process' processors: medians of a few, of the slowest rank."""
+def _time(call: Callable[[], None], runtime: Runtime) -> float:
+    """Seconds that a call takes: median of a few, of the slowest rank."""
     call()
     spans = []
     for _ in range(REPEATS):
         runtime.barrier()
-        start, work = _now(runtime.device), time.process_time()
+        start = _now(runtime.device)
         call()
-        spans.append([_now(runtime.device) - start, time.process_time() - work])
-    seconds, work = (max(figures) for figures in zip(*runtime.gather(_medians(spans)), strict=True))
-    return seconds, work
+        spans.append(_now(runtime.device) - start)
+    return max(runtime.gather(statistics.median(spans)))
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Meanwhile a thread multiplies matrices, as a backward pass would."""
+    done = threading.Event()
+
+    def multiply() -> None:
+        torch.set_num_threads(num_threads)  # which each thread has its own of
+        matrix = torch.zeros(512, 512)
+        while not done.is_set():
+            torch.mm(matrix, matrix)
+
+    num_threads = torch.get_num_threads()
+    thread = threading.Thread(target=multiply, name="multiply", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _medians(rows: list[list[float]]) -> list[float]:
