@@ -131,6 +131,8 @@ def changed_recipe(old: Config, new: Config) -> list[str]:
     """What differs between two configs and would change the mathematics, a line each."""
     before, after = flatten(old), flatten(new)
     keys = {*(key for key in before if key.split(".")[0] in RECIPE_SECTIONS), "run.seed"} - set(SPEED_KEYS)
+    if old.comm.compression in {"powersgd", "onebit"} or old.optim.name == "onebit_adam":
+        keys.add("comm.bucket_cap_mb")  # there a bucket has a scale, or matrices
     return [f"{key}: {before[key]} -> {after[key]}" for key in before if key in keys and before[key] != after[key]]
 
 

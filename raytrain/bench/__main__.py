@@ -141,6 +141,8 @@ def _comm(args: argparse.Namespace) -> "Report":
         args.predict,
         args.top1,
     )
+    if args.hosts and (unfit := [name for name in wanted.strategies if STRATEGIES[name].needs_ray]):
+        raise ConfigError(f"{unfit[0]} needs a parameter server, which only a Ray cluster has; run without --hosts")
     params = {name: str(value) for name, value in vars(args).items() if name != "run"}
     with tracked(args.tracking, params) as store, _ranks(args) as (ranks, place):
         report = bench_comm(wanted, ranks, place)

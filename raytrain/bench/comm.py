@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain.bench.comm_rank import REFERENCES, STRATEGIES, make_config
+from raytrain.bench.comm_rank import STRATEGIES, make_config
 from raytrain.bench.comm_ranks import Probe, Ranks
 from raytrain.bench.comm_report import CommReport, Figures, link_name
 from raytrain.bench.hosts import bits_per_second
@@ -76,8 +76,8 @@ def bench_comm(wanted: Wanted, ranks: Ranks, place: str) -> CommReport:
     if wanted.fall_to is not None:
         found = _find_rate(ranks, wanted.steps, wanted.fall_to)
         rates = [found, _mbit(bits_per_second(found) / 10)]
-    names = [*(name for name in REFERENCES if name != "computation"), *wanted.strategies]
-    pairs = [(None, "computation"), (None, "ddp"), *((rate, name) for rate in rates for name in names)]
+    pairs = [(None, "computation"), (None, "ddp"), *[(None, "data_parallel")] * ranks.has_data_parallel]
+    pairs += [(rate, name) for rate in rates for name in ("ddp", *wanted.strategies)]
     figures: Figures = {pair: [] for pair in pairs}
     probes: dict[str | None, list[Probe]] = {rate: [] for rate in rates if wanted.predict}
     for number in range(wanted.rounds):
@@ -98,6 +98,8 @@ def bench_comm(wanted: Wanted, ranks: Ranks, place: str) -> CommReport:
         "computation: each worker for itself, all at once. ddp: DistributedDataParallel with its defaults.",
         "Lost to communication: time that computation alone does not take. On the wire: what a host's interface sends.",
     ]
+    if ranks.has_data_parallel:
+        notes.append("data_parallel: torch's DataParallel, one process with all GPUs of the first worker's host.")
     if wanted.seeds:
         notes.append(f"Top-1 on the digits: quickstart's recipe, seeds 0 to {wanted.seeds - 1}, on the same workers.")
     sync = [name for name in wanted.strategies if STRATEGIES[name].is_sync]

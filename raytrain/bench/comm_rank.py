@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from raytrain.comm.compression import Half, Uncompressed
 from raytrain.comm.probe import measure_computation, measure_sums
@@ -63,8 +64,9 @@ class Strategy(NamedTuple):
     needs_ray: bool = False
 
 
-REFERENCES = {"computation": Strategy(), "ddp": Strategy()}
-"""`computation`: raytrain, each rank for itself. `ddp`: DistributedDataParallel as it comes, with its defaults."""
+REFERENCES = {"computation": Strategy(), "ddp": Strategy(), "data_parallel": Strategy()}
+"""`computation`: raytrain, each rank for itself. `ddp`: DistributedDataParallel as it comes, with its defaults.
+`data_parallel`: torch's DataParallel, one process with all GPUs of its host."""
 STRATEGIES = {
     "plain": Strategy(),
     "fp16": Strategy(("comm.compression=fp16",)),
@@ -113,7 +115,7 @@ class Worker:
 
     def __init__(self, runtime: Runtime, recipe: Sequence[str]) -> None:
         self._runtime, self._recipe = runtime, recipe
-        self._side: Raytrain | BareDdp | None = None
+        self._side: Raytrain | Bare | None = None
 
     def prepare(self, name: str, server: Any = None) -> None:
         """Builds the state of a strategy and warms up; `take` is to follow.
@@ -211,15 +213,17 @@ def make_digits_config(name: str, seed: int, world_size: int) -> Config:
     return parse(words, "quickstart", frozenset()).config
 
 
-def make_side(name: str, recipe: Sequence[str], runtime: Runtime) -> "Raytrain | BareDdp":
+def make_side(name: str, recipe: Sequence[str], runtime: Runtime) -> "Raytrain | Bare":
     """What takes the steps of a strategy. All ranks must call."""
     config = make_config(name, recipe, runtime.world_size)
     size, count = config.data.image_size, config.train.micro_batch_size
+    if name == "data_parallel":
+        count *= max(torch.cuda.device_count(), 1)
     torch.manual_seed(runtime.rank)
     images = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
     batch = Batch(images.to(runtime.device), torch.randint(CLASSES, (count,)).to(runtime.device), count)
-    if name == "ddp":
-        return BareDdp(config, batch, runtime)
+    if name in {"ddp", "data_parallel"}:
+        return Bare(config, batch, runtime, DistributedDataParallel if name == "ddp" else DataParallel)
     return Raytrain(config, batch, Runtime(device=runtime.device) if name == "computation" else runtime)
 
 
@@ -267,15 +271,15 @@ class Raytrain:
         return self._state.reduction.sent_bytes
 
 
-class BareDdp:
-    """The same network and optimizer, and nothing else of raytrain. All ranks must call its methods."""
+class Bare:
+    """The same network and optimizer, in torch's wrapping, and nothing else. All ranks must call its methods."""
 
-    def __init__(self, config: Config, batch: Batch, runtime: Runtime) -> None:
+    def __init__(self, config: Config, batch: Batch, runtime: Runtime, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self._config, self._batch, self.images = config, batch, batch.count
         self._device, self._world_size, self._sent_bytes = runtime.device, runtime.world_size, 0.0
         self._dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
         model = build_model(config.model, config.data, CLASSES, config.run.seed).to(runtime.device)
-        self._model = DistributedDataParallel(model)
+        self._model = wrap(model)
         self._optimizer = make_optimizer(model.parameters(), config.optim)
 
     def take(self, steps: range) -> None:

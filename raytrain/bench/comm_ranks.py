@@ -39,6 +39,8 @@ class Ranks(ABC):
     """All of them; see `comm_rank.Worker` for what they can be asked."""
 
     world_size: int
+    has_data_parallel = False
+    """Whether a process with several GPUs can take turns too."""
 
     @abstractmethod
     def ask(self, method: str, *arguments: Any) -> list[Any]:

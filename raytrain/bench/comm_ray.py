@@ -5,18 +5,19 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.actor
 import ray.exceptions
+import torch
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raytrain.bench.comm_rank import STRATEGIES, Worker, make_config
-from raytrain.bench.comm_ranks import Ranks
+from raytrain.bench.comm_ranks import Measured, Ranks
 from raytrain.cluster import Allotment, allot, usable_nodes
-from raytrain.distributed import torchrun_runtime
+from raytrain.distributed import Runtime, torchrun_runtime
 from raytrain.errors import ResourceError, WorkerError
 from raytrain.launch import connected
 from raytrain.remote import RemoteServer, start_server
@@ -35,10 +36,17 @@ class RayRanks(Ranks):
         actors: by rank.
         nodes: id of each one's node.
         recipe: what they compute.
+        whole: an actor that sees all GPUs of its node, for `data_parallel`.
     """
 
-    def __init__(self, actors: Sequence[Any], nodes: Sequence[str], recipe: Sequence[str]) -> None:
+    def __init__(self, actors: Sequence[Any], nodes: Sequence[str], recipe: Sequence[str], whole: Any = None) -> None:
         self._actors, self._nodes, self._recipe, self.world_size = actors, nodes, recipe, len(actors)
+        self._whole, self.has_data_parallel = whole, whole is not None
+
+    def turn(self, name: str, rate: str | None, steps: int) -> Measured:
+        if name == "data_parallel" and self.has_data_parallel:
+            return RayRanks([self._whole], self._nodes[:1], self._recipe).turn(name, rate, steps)
+        return super().turn(name, rate, steps)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         seconds = TRAIN_SECONDS if method == "train" else ANSWER_SECONDS
@@ -116,37 +124,55 @@ def on_ray(allotment: Allotment, recipe: Sequence[str]) -> Iterator[RayRanks]:
             actors.append(ray.remote(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)(_Actor).remote())
         try:
             places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_SECONDS)
-            order = sorted(range(len(actors)), key=lambda number: places[number][0])
+            order = sorted(range(len(actors)), key=lambda number: places[number].node)
             actors, places = [actors[number] for number in order], [places[number] for number in order]
-            nodes = [node for node, _, _ in places]
-            _, address, port = places[0]
-            starts = []
-            for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
-                env = {"RANK": rank, "LOCAL_RANK": nodes[:rank].count(node), "WORLD_SIZE": len(actors)}
-                env |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-                starts.append(actor.begin.remote({key: str(value) for key, value in env.items()}, node, tuple(recipe)))
+            env = {"LOCAL_RANK": "0", "WORLD_SIZE": str(len(actors))}  # each sees no GPU but its own
+            env |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
+            starts = [actor.begin.remote({**env, "RANK": str(rank)}, recipe) for rank, actor in enumerate(actors)]
             ray.get(starts, timeout=ANSWER_SECONDS)
+            nodes, whole = [place.node for place in places], None
+            if len(gpus_of_one := [gpu for place in places if place.node == nodes[0] for gpu in place.gpus]) > 1:
+                here: Any = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
+                whole = ray.remote(num_cpus=0, scheduling_strategy=here)(_Actor).remote()
+                ray.get(whole.begin_with_all.remote(gpus_of_one, recipe), timeout=ANSWER_SECONDS)
         except ray.exceptions.RayError as error:
             raise WorkerError(f"the workers cannot start: {error}") from None
-        yield RayRanks(actors, nodes, recipe)
+        yield RayRanks(actors, nodes, recipe, whole)
     finally:
         remove_placement_group(group)
+
+
+class _Place(NamedTuple):
+    """Where an actor is."""
+
+    node: str
+    address: str
+    port: int
+    """One that is free there."""
+    gpus: list[int]
+    """Those of its own."""
 
 
 class _Actor:
     """A `Worker` in a process of Ray's."""
 
-    def place(self) -> tuple[str, str, int]:
-        """The node's id, its address, and a port that is free there."""
+    def place(self) -> _Place:
+        """Where it is."""
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+        node, gpus = ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
+        return _Place(node, ray.util.get_node_ip_address(), port, gpus)
 
-    def begin(self, env: dict[str, str], node: str, recipe: tuple[str, ...]) -> None:
+    def begin(self, env: dict[str, str], recipe: Sequence[str]) -> None:
         """Joins the process group."""
         os.environ |= env
         runtime = torchrun_runtime(use_gpu=bool(ray.get_gpu_ids()))
-        self._worker = Worker(replace(runtime, node=node), recipe)
+        self._worker = Worker(replace(runtime, node=ray.get_runtime_context().get_node_id()), recipe)
+
+    def begin_with_all(self, gpus: Sequence[int], recipe: Sequence[str]) -> None:
+        """Takes GPUs, which belong to actors that wait meanwhile."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))  # which CUDA reads when it is first used
+        self._worker = Worker(Runtime(device=torch.device("cuda", 0)), recipe)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the worker."""

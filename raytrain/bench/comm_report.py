@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain import tracking
+from raytrain.bench.comm_rank import REFERENCES
 from raytrain.bench.comm_ranks import Measured, Probe
 from raytrain.bench.hosts import bits_per_second
 from raytrain.bench.report import Report
@@ -110,7 +111,7 @@ class CommReport(Report):
         """Images/s by strategy, a panel for each rate, beside those of computation alone and of ddp unshaped."""
         from matplotlib.figure import Figure  # without pyplot there is no display and no state to care for
 
-        rates = list(dict.fromkeys(rate for rate, name in self.speeds if name not in ("computation", "ddp")))
+        rates = list(dict.fromkeys(rate for rate, name in self.speeds if name not in REFERENCES))
         tallest = max(sum(rate == other for other, _ in self.speeds) for rate in rates)
         figure = Figure(figsize=(1.5 + 3.7 * len(rates), 1.3 + 0.3 * tallest), layout="constrained")
         for place, rate in enumerate(rates, start=1):
@@ -122,7 +123,7 @@ class CommReport(Report):
                 [median - min(speeds) for median, speeds in zip(medians, bars.values(), strict=True)],
                 [max(speeds) - median for median, speeds in zip(medians, bars.values(), strict=True)],
             ]
-            colors = [GRAY if name == "ddp" else BLUE for name in bars]
+            colors = [GRAY if name in REFERENCES else BLUE for name in bars]
             drawn = axes.barh(list(bars), medians, xerr=spread, color=colors, ecolor="#222222", height=0.7)
             axes.bar_label(drawn, fmt="%.0f", label_type="center", color="white", fontsize=8)
             for name, style in (("computation", ":"), ("ddp", "--")):

@@ -7,11 +7,10 @@ done, and the step ends with the last one, a small sum of its own and the update
 b + c beside computation, which goes on for b of them: c is work that one of the two has to wait for.
 
 Over W ranks a ring takes 2 (W - 1) messages and passes on 2 (W - 1) / W of the bytes, which says what a, b and c become
-for another number of ranks.
+for another number of ranks; but for what of a and b is spent inside the nodes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,23 @@ class Sums:
     work_per_byte: float
     """c, seconds that it takes longer beside computation, and keeps that waiting; 0 on a GPU."""
 
+    inside_latency: float = 0.0
+    """Of a, what is spent inside nodes."""
+    inside_seconds_per_byte: float = 0.0
+    """Of b, the same."""
+
     def over(self, ranks: int) -> "Sums":
         """The same with so many ranks in the ring."""
-        share, own_share = (ranks - 1) / ranks, (self.ranks - 1) / self.ranks
         messages = (ranks - 1) / (self.ranks - 1)
-        factor = share / own_share
-        return Sums(ranks, self.latency * messages, self.seconds_per_byte * factor, self.work_per_byte * factor)
+        passes = messages * self.ranks / ranks
+        return replace(
+            self,
+            ranks=ranks,
+            latency=self.inside_latency + (self.latency - self.inside_latency) * messages,
+            seconds_per_byte=self.inside_seconds_per_byte
+            + (self.seconds_per_byte - self.inside_seconds_per_byte) * passes,
+            work_per_byte=self.work_per_byte * passes,
+        )
 
 
 def predict_step(computation: Computation, sums: Sums) -> float:
@@ -66,8 +76,7 @@ def predict_step(computation: Computation, sums: Sums) -> float:
     return computation.forward + end + computation.backward - done + sums.latency + computation.update
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The line through the first and the last of (size, seconds): latency and seconds a byte, neither below 0."""
-    (small, first), (large, last) = points[0], points[-1]
-    slope = max(last - first, 0.0) / (large - small)
-    return max(first - slope * small, 0.0), slope
+def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+    """The line through two points (size, seconds): latency and seconds a byte, neither below 0."""
+    slope = max(large[1] - small[1], 0.0) / (large[0] - small[0])
+    return max(small[1] - slope * small[0], 0.0), slope

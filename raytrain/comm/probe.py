@@ -25,7 +25,7 @@ from raytrain.plan import deal
 
 STEPS = 4
 """Of which the first ones, in which memory is found and buckets are laid out, do not count."""
-SIZES = (2**16, 2**20, 2**23)
+SMALL, LARGE = 2**16, 2**23
 """Bytes of the sums that are timed."""
 REPEATS = 5
 
@@ -79,7 +79,7 @@ def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtyp
 
 
 def measure_sums(topology: Topology, compression: Compression, runtime: Runtime, ranks: int) -> Sums:
-    """Times sums of a few sizes. All ranks must call.
+    """Times sums of two sizes, and of the larger one beside computation. All ranks must call.
 
     Args:
         topology: how they go.
@@ -87,17 +87,26 @@ def measure_sums(topology: Topology, compression: Compression, runtime: Runtime,
         runtime: this process.
         ranks: in the ring whose links are the slowest.
     """
-    points = []
-    for size in SIZES:
-        bucket = Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True)
-        sum_up = partial(compression.sum, bucket, topology)
-        points.append((size, _time(sum_up, runtime)))
-    latency, slope = fit_line(points)
-    if runtime.device.type == "cuda":
-        return Sums(ranks, latency, slope, 0.0)
-    with _computing():
-        beside = _time(sum_up, runtime)
-    return Sums(ranks, latency, slope, max(beside - points[-1][1], 0.0) / SIZES[-1])
+    small, large = (
+        Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True) for size in (SMALL, LARGE)
+    )
+
+    def line(sum_up: Callable[[Bucket], None]) -> tuple[float, float]:
+        return fit_line(*((one.tensor.nbytes, _time(partial(sum_up, one), runtime)) for one in (small, large)))
+
+    def sum_up(bucket: Bucket) -> None:
+        compression.sum(bucket, topology)
+
+    latency, slope = line(sum_up)
+    inside = (0.0, 0.0)
+    if ranks < runtime.world_size:  # the same on all of them
+        inside = line(lambda bucket: topology.sum(bucket.tensor, lambda *_: None))
+    work = 0.0
+    if runtime.device.type == "cpu":
+        with _computing():
+            beside = _time(partial(sum_up, large), runtime)
+        work = max(beside - latency - slope * LARGE, 0.0) / LARGE
+    return Sums(ranks, latency, slope, work, min(inside[0], latency), min(inside[1], slope))
 
 
 def _time(call: Callable[[], None], runtime: Runtime) -> float:

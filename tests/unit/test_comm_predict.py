@@ -28,9 +28,16 @@ def test_a_bucket_waits_until_it_is_ready():
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 1.5 + (0.1 + 0.6) + 0.1 + 0.5)
 
 
-def test_work_of_the_processors_comes_on_top():
-    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.0001, work_per_byte=0.01)
-    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 4 + 0.5)
+def test_what_both_need_comes_on_top():
+    """All 400 bytes go out beside computation, which ends after the last of them."""
+    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.0001, work_per_byte=0.001)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 0.4 + 0.5)
+
+
+def test_computation_that_is_done_is_in_nobody_s_way():
+    """Of 400 bytes those that go beside computation, from 0.5 to 2 of it at 0.01 a byte, are 150."""
+    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.01, work_per_byte=0.002)
+    assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 0.5 + 150 * 0.012 + 250 * 0.01 + 0.5)
 
 
 def test_a_larger_ring_has_more_messages_and_hardly_more_bytes():
@@ -41,16 +48,22 @@ def test_a_larger_ring_has_more_messages_and_hardly_more_bytes():
     assert sums.work_per_byte == pytest.approx(15 / 16)
 
 
+def test_what_is_done_inside_nodes_is_the_same_on_more_of_them():
+    sums = Sums(2, 0.3, 1.5, 0, inside_latency=0.1, inside_seconds_per_byte=0.5).over(4)
+    assert sums.latency == pytest.approx(0.1 + 0.2 * 3)
+    assert sums.seconds_per_byte == pytest.approx(0.5 + 1.0 * (3 / 4) / (1 / 2))
+
+
 @pytest.mark.parametrize(
     ("points", "line"),
     [
-        ([(10, 1.2), (20, 9.9), (110, 3.2)], (1.0, 0.02)),
+        ([(10, 1.2), (110, 3.2)], (1.0, 0.02)),
         ([(10, 2.0), (110, 1.0)], (2.0, 0.0)),
         ([(10, 0.1), (20, 0.4)], (0.0, 0.03)),
     ],
 )
 def test_a_line_has_no_negative_parts(points, line):
-    assert fit_line(points) == pytest.approx(line)
+    assert fit_line(*points) == pytest.approx(line)
 
 
 @pytest.mark.parametrize(

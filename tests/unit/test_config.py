@@ -329,6 +329,13 @@ def test_a_resumed_run_may_change_its_speed_but_not_its_recipe():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("lossy", ["comm.compression=powersgd", "comm.compression=onebit", "optim.name=onebit_adam"])
+def test_buckets_that_have_a_scale_or_matrices_stay_as_they_are(lossy):
+    key, value = lossy.split("=")
+    old, new = (build({}, {key: value, "comm.bucket_cap_mb": size}, "") for size in (25, 5))
+    assert changed_recipe(old, new) == ["comm.bucket_cap_mb: 25.0 -> 5.0"]
+
+
 # the command line
 
 

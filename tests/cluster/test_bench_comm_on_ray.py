@@ -1,0 +1,43 @@
+"""`bench comm` on a Ray cluster of two hosts."""
+
+import json
+
+import pytest
+
+from raytrain.bench.hosts import cluster_of, environment, why_not
+from tests.cluster.nodes import start_ray
+
+reason = why_not()
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+RECIPE = ("model.name=resnet18", "data.image_size=32", "train.micro_batch_size=4", "train.precision=fp32")
+
+
+def test_strategies_on_a_cluster(tmp_path):
+    """Two workers pass the gradients on once; of a parameter server's, those of the other host's worker come and go."""
+    with cluster_of(2, tmp_path / "hosts") as hosts:
+        env = environment(RAY_ADDRESS=f"{hosts[0].address}:6379")
+        start_ray(hosts[0], env=env)
+        start_ray(hosts[1], head=hosts[0], env=env)
+        command = [
+            "-m",
+            "raytrain.bench",
+            "comm",
+            *RECIPE,
+            "--strategies",
+            "fp16,async",
+            "--rounds",
+            "1",
+            "--steps",
+            "2",
+        ]
+        done = hosts[0].run("python", *command, "--json", tmp_path / "figures.json", env=env, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 workers of 1 CPU on a Ray cluster of 2 node(s)" in done.stdout
+    rows = {row["name"]: row["median"] for row in json.loads((tmp_path / "figures.json").read_text())["rows"]}
+    size = rows["ddp unshaped: arithmetic"]  # 2 * 1 / 2 of the gradients, MB
+    assert size == pytest.approx(44.7, rel=0.02)
+    assert rows["ddp unshaped: wire"] == pytest.approx(size, rel=0.1)
+    assert rows["fp16 unshaped: wire"] == pytest.approx(size / 2, rel=0.1)
+    # one host sends gradients, the other weights, and once a cycle momenta
+    assert rows["async unshaped: wire"] == pytest.approx(size, rel=0.2)
