@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain.bench.comm_rank import STRATEGIES, make_config
+from raytrain.bench.comm_rank import STRATEGIES, make_config, make_digits_config
 from raytrain.bench.comm_ranks import Probe, Ranks
 from raytrain.bench.comm_report import CommReport, Figures, link_name
 from raytrain.bench.hosts import bits_per_second
@@ -69,9 +69,12 @@ def bench_comm(wanted: Wanted, ranks: Ranks, place: str) -> CommReport:
         place: what they are, for the report.
 
     Raises:
+        ConfigError: there are too many workers for the digits.
         WorkerError: a worker died, or does not answer.
     """
     config = make_config("plain", wanted.recipe, ranks.world_size)
+    if wanted.seeds:
+        make_digits_config("plain", 0, ranks.world_size)
     rates = wanted.rates
     if wanted.fall_to is not None:
         found = _find_rate(ranks, wanted.steps, wanted.fall_to)

@@ -204,10 +204,10 @@ def make_digits_config(name: str, seed: int, world_size: int) -> Config:
     """Quickstart by a strategy, its batch in as large micro-batches as there are workers for.
 
     Raises:
-        ConfigError: there are more workers than images in a batch.
+        ConfigError: there are more workers than micro-batches of 2 in a batch.
     """
     batch = parse((), "quickstart", frozenset()).config.train.global_batch_size
-    size = next((size for size in range(batch, 0, -1) if batch % size == 0 and batch // size >= world_size), 1)
+    size = next((size for size in range(batch, 2, -1) if batch % size == 0 and batch // size >= world_size), 2)
     words = [*STRATEGIES[name].overrides, f"run.seed={seed}", f"train.micro_batch_size={size}"]
     words += [f"scaling.num_workers={world_size}", "checkpoint.every_epochs=null"]
     return parse(words, "quickstart", frozenset()).config

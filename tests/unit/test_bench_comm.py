@@ -94,7 +94,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     assert "| median (min - max) | efficiency on 4 workers | efficiency on 16 workers |" in found.table()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 32])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 16])
 def test_the_digits_are_trained_by_quickstart_s_batch(world_size):
     config = make_digits_config("onebit", 2, world_size)
     assert config.comm.compression == "onebit"
@@ -102,9 +102,9 @@ def test_the_digits_are_trained_by_quickstart_s_batch(world_size):
     assert 32 // config.train.micro_batch_size >= world_size
 
 
-def test_more_workers_than_images_are_refused():
+def test_more_workers_than_micro_batches_are_refused():
     with pytest.raises(ConfigError, match=r"scaling\.num_workers"):
-        make_digits_config("plain", 0, 33)
+        make_digits_config("plain", 0, 17)
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "computation", "onebit"])
