@@ -39,5 +39,5 @@ def test_strategies_on_a_cluster(tmp_path):
     assert size == pytest.approx(44.7, rel=0.02)
     assert rows["ddp unshaped: wire"] == pytest.approx(size, rel=0.1)
     assert rows["fp16 unshaped: wire"] == pytest.approx(size / 2, rel=0.1)
-    # one host sends gradients, the other weights, and once a cycle momenta
-    assert rows["async unshaped: wire"] == pytest.approx(size, rel=0.2)
+    # one host sends gradients, the other weights, twice in 9 steps with momenta; Ray adds its own
+    assert 1.1 * size < rows["async unshaped: wire"] < 1.6 * size
