@@ -3,8 +3,9 @@
 The model. A step computes its micro-batches; during the last one's backward pass buckets of gradients become ready one
 after another, and are summed over the ranks one after another. A sum of `size` bytes takes a + b size seconds: a is its
 messages' latency, b what the slowest link takes for a byte. So a bucket begins when it is ready and the one before is
-done, and the step ends with the last one, a small sum of its own and the update. Where processors do both, a byte takes
-b + c beside computation, which goes on for b of them: c is work that one of the two has to wait for.
+done, and the step ends with the last one, a small sum of its own and the update. Where processors do both and have
+none to spare, a byte takes b + c beside computation, which goes on for b of them: c is the processors' work on a byte,
+over the number of processors that a worker gets, for which one of the two has to wait.
 
 Over W ranks a ring takes 2 (W - 1) messages and passes on 2 (W - 1) / W of the bytes, which says what a, b and c become
 for another number of ranks; but for what of a and b is spent inside the nodes.
@@ -41,8 +42,8 @@ class Sums:
     """a, seconds."""
     seconds_per_byte: float
     """b, of float32 that is summed, however few bits go over the wire for it."""
-    work_per_byte: float
-    """c, seconds that it takes longer beside computation, and keeps that waiting; 0 on a GPU."""
+    delay_per_byte: float
+    """c, seconds; 0 on a GPU."""
 
     inside_latency: float = 0.0
     """Of a, what is spent inside nodes."""
@@ -59,7 +60,7 @@ class Sums:
             latency=self.inside_latency + (self.latency - self.inside_latency) * messages,
             seconds_per_byte=self.inside_seconds_per_byte
             + (self.seconds_per_byte - self.inside_seconds_per_byte) * passes,
-            work_per_byte=self.work_per_byte * passes,
+            delay_per_byte=self.delay_per_byte * passes,
         )
 
 
@@ -72,7 +73,7 @@ def predict_step(computation: Computation, sums: Sums) -> float:
         alone = max(sums.seconds_per_byte * size - (computation.backward - done), 0.0)  # when all is computed
         beside = sums.seconds_per_byte * size - alone
         share = beside / (sums.seconds_per_byte * size) if sums.seconds_per_byte else 1.0
-        end, done = end + alone + beside + sums.work_per_byte * size * share, done + beside
+        end, done = end + alone + beside + sums.delay_per_byte * size * share, done + beside
     return computation.forward + end + computation.backward - done + sums.latency + computation.update
 
 

@@ -3,8 +3,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,6 +27,8 @@ STEPS = 4
 SMALL, LARGE = 2**16, 2**23
 """Bytes of the sums that are timed."""
 REPEATS = 5
+SPIN_SECONDS = 0.5
+"""In which a process shows how many processors it gets."""
 
 
 def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtype: torch.dtype | None) -> Computation:
@@ -79,7 +80,7 @@ def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtyp
 
 
 def measure_sums(topology: Topology, compression: Compression, runtime: Runtime, ranks: int) -> Sums:
-    """Times sums of two sizes, and of the larger one beside computation. All ranks must call.
+    """Times sums of two sizes, on the clock and on the processors. All ranks must call.
 
     Args:
         topology: how they go.
@@ -91,55 +92,57 @@ def measure_sums(topology: Topology, compression: Compression, runtime: Runtime,
         Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True) for size in (SMALL, LARGE)
     )
 
-    def line(sum_up: Callable[[Bucket], None]) -> tuple[float, float]:
-        return fit_line(*((one.tensor.nbytes, _time(partial(sum_up, one), runtime)) for one in (small, large)))
+    def line(sum_up: Callable[[Bucket], None]) -> tuple[float, float, float]:
+        """Latency, seconds a byte, processor seconds a byte."""
+        brief, long = _time(partial(sum_up, small), runtime), _time(partial(sum_up, large), runtime)
+        return *fit_line((SMALL, brief[0]), (LARGE, long[0])), long[1] / LARGE
 
-    def sum_up(bucket: Bucket) -> None:
-        compression.sum(bucket, topology)
-
-    latency, slope = line(sum_up)
-    inside = (0.0, 0.0)
+    latency, slope, work = line(lambda bucket: compression.sum(bucket, topology))
+    inside = (0.0, 0.0, 0.0)
     if ranks < runtime.world_size:  # the same on all of them
         inside = line(lambda bucket: topology.sum(bucket.tensor, lambda *_: None))
-    work = 0.0
-    if runtime.device.type == "cpu":
-        with _computing():
-            beside = _time(partial(sum_up, large), runtime)
-        work = max(beside - latency - slope * LARGE, 0.0) / LARGE
-    return Sums(ranks, latency, slope, work, min(inside[0], latency), min(inside[1], slope))
+    delay = work * _delay_of_work(runtime) if runtime.device.type == "cpu" else 0.0
+    return Sums(ranks, latency, slope, delay, min(inside[0], latency), min(inside[1], slope))
 
 
-def _time(call: Callable[[], None], runtime: Runtime) -> float:
-    """Seconds that a call takes: median of a few, of the slowest rank."""
+def _time(call: Callable[[], None], runtime: Runtime) -> tuple[float, float]:
+    """Seconds that a call takes, and those of this process's processors: medians of a few, of the slowest rank."""
     call()
     spans = []
     for _ in range(REPEATS):
         runtime.barrier()
-        start = _now(runtime.device)
+        start, start_work = _now(runtime.device), time.process_time()
         call()
-        spans.append(_now(runtime.device) - start)
-    return max(runtime.gather(statistics.median(spans)))
+        spans.append([_now(runtime.device) - start, time.process_time() - start_work])
+    seconds, work = (max(figures) for figures in zip(*runtime.gather(_medians(spans)), strict=True))
+    return seconds, work
 
 
-@contextmanager
-def _computing() -> Iterator[None]:
-    """Meanwhile a thread multiplies matrices, as a backward pass would."""
-    done = threading.Event()
+def _delay_of_work(runtime: Runtime) -> float:
+    """Seconds by which a processor second of another thread delays this process's computation; of the slowest rank.
+
+    0 where there is a processor for it, else 1 over the number of processors that this process gets, which others may
+    share.
+    """
+    threads, done = torch.get_num_threads(), threading.Event()
 
     def multiply() -> None:
-        torch.set_num_threads(num_threads)  # which each thread has its own of
-        matrix = torch.zeros(512, 512)
+        torch.set_num_threads(1)  # which each thread has its own of
+        matrix = torch.zeros(256, 256)
         while not done.is_set():
             torch.mm(matrix, matrix)
 
-    num_threads = torch.get_num_threads()
-    thread = threading.Thread(target=multiply, name="multiply", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
+    busy = [threading.Thread(target=multiply, name="multiply", daemon=True) for _ in range(threads + 1)]
+    runtime.barrier()
+    start, start_work = time.perf_counter(), time.process_time()
+    for thread in busy:
+        thread.start()
+    time.sleep(SPIN_SECONDS)
+    done.set()
+    for thread in busy:
         thread.join()
+    processors = (time.process_time() - start_work) / (time.perf_counter() - start)
+    return max(runtime.gather(min(max(threads + 1 - processors, 0.0), 1.0) / processors))
 
 
 def _medians(rows: list[list[float]]) -> list[float]:

@@ -14,38 +14,38 @@ COMPUTATION = Computation(forward=1.0, backward=2.0, update=0.5, buckets=((0.5, 
 
 
 def test_fast_links_leave_the_computation_and_the_small_sum():
-    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.0001, work_per_byte=0)
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.0001, delay_per_byte=0)
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 0.1 + 0.5)
 
 
 def test_slow_links_are_busy_from_the_first_bucket_on():
-    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.02, work_per_byte=0)
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.02, delay_per_byte=0)
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 0.5 + (0.1 + 2) + (0.1 + 6) + 0.1 + 0.5)
 
 
 def test_a_bucket_waits_until_it_is_ready():
-    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.002, work_per_byte=0)
+    sums = Sums(ranks=4, latency=0.1, seconds_per_byte=0.002, delay_per_byte=0)
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 1.5 + (0.1 + 0.6) + 0.1 + 0.5)
 
 
 def test_what_both_need_comes_on_top():
     """All 400 bytes go out beside computation, which ends after the last of them."""
-    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.0001, work_per_byte=0.001)
+    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.0001, delay_per_byte=0.001)
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 2 + 0.4 + 0.5)
 
 
 def test_computation_that_is_done_is_in_nobody_s_way():
     """Of 400 bytes those that go beside computation, from 0.5 to 2 of it at 0.01 a byte, are 150."""
-    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.01, work_per_byte=0.002)
+    sums = Sums(ranks=4, latency=0.0, seconds_per_byte=0.01, delay_per_byte=0.002)
     assert predict_step(COMPUTATION, sums) == pytest.approx(1 + 0.5 + 150 * 0.012 + 250 * 0.01 + 0.5)
 
 
 def test_a_larger_ring_has_more_messages_and_hardly_more_bytes():
-    sums = Sums(ranks=4, latency=0.3, seconds_per_byte=1.5, work_per_byte=0.75).over(16)
+    sums = Sums(ranks=4, latency=0.3, seconds_per_byte=1.5, delay_per_byte=0.75).over(16)
     assert sums.ranks == 16
     assert sums.latency == pytest.approx(0.3 * 15 / 3)
     assert sums.seconds_per_byte == pytest.approx(2 * 15 / 16)
-    assert sums.work_per_byte == pytest.approx(15 / 16)
+    assert sums.delay_per_byte == pytest.approx(15 / 16)
 
 
 def test_what_is_done_inside_nodes_is_the_same_on_more_of_them():
