@@ -19,6 +19,7 @@ comm        strategies of communication against DistributedDataParallel, on the 
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,14 +133,14 @@ def _comm(args: argparse.Namespace) -> "Report":
         raise ConfigError("--workers is for a Ray cluster; with --hosts it is --workers-per-host")
     rates = args.rate or (["unshaped", "1gbit"] if args.hosts else ["unshaped"])
     wanted = Wanted(
-        [None if rate == "unshaped" else rate for rate in rates],
-        args.rounds,
-        args.steps,
-        args.strategies or [name for name, strategy in STRATEGIES.items() if not (args.hosts and strategy.needs_ray)],
-        args.recipe,
-        args.find_rate,
-        args.predict,
-        args.top1,
+        rates=[None if rate == "unshaped" else rate for rate in rates],
+        rounds=args.rounds,
+        steps=args.steps,
+        strategies=args.strategies or [name for name, one in STRATEGIES.items() if not (args.hosts and one.needs_ray)],
+        recipe=args.recipe,
+        fall_to=args.find_rate,
+        predict=args.predict,
+        seeds=args.top1,
     )
     if args.hosts and (unfit := [name for name in wanted.strategies if STRATEGIES[name].needs_ray]):
         raise ConfigError(f"{unfit[0]} needs a parameter server, which only a Ray cluster has; run without --hosts")
@@ -193,4 +194,5 @@ def _positive(word: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # folders and hosts are removed
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,10 @@
-"""`bench comm` on a Ray cluster of two hosts."""
+"""`bench comm` on a Ray cluster of two hosts, and on hosts of its own."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +45,15 @@ def test_strategies_on_a_cluster(tmp_path):
     assert rows["fp16 unshaped: wire"] == pytest.approx(size / 2, rel=0.1)
     # one host sends gradients, the other weights, twice in 9 steps with momenta; Ray adds its own
     assert 1.1 * size < rows["async unshaped: wire"] < 1.6 * size
+
+
+def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "raytrain.bench", "comm", *RECIPE, "--hosts", "2", "--strategies", "plain"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("round 1/5: computation")
+        assert list(tmp_path.glob("raytrain-bench-*"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
