@@ -52,7 +52,7 @@ def train(  # noqa: C901, PLR0915 - a loop is best read from top to bottom
         monitor: is told where this rank is.
 
     Raises:
-        ConfigError: recipe and data do not fit each other, or the ranks' devices each other.
+        ConfigError: recipe and data do not fit each other, or the ranks' devices each other or what is asked of them.
         DataError: an image cannot be read, or too many where they are skipped, or the data is not what the checkpoint
             was trained on.
         CheckpointError: the checkpoint is of another recipe.

@@ -28,8 +28,8 @@ class RemoteServer(Server):
     def begin(self, shapes: Sequence[tuple[int, ...]], weights: torch.Tensor, momenta: torch.Tensor) -> None:
         ray.get(self._actor.begin.remote(shapes, weights.numpy(), momenta.numpy()))
 
-    def push(self, rank: int, gradient: torch.Tensor, lr: float) -> tuple[torch.Tensor, int]:
-        weights, staleness = ray.get(self._actor.push.remote(rank, gradient.numpy(), lr))
+    def push(self, rank: int, gradient: torch.Tensor, share: float, lr: float) -> tuple[torch.Tensor, int]:
+        weights, staleness = ray.get(self._actor.push.remote(rank, gradient.numpy(), share, lr))
         return _tensor(weights), staleness
 
     def pull(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +46,8 @@ class _ServerActor:
     def begin(self, shapes: Sequence[tuple[int, ...]], weights: np.ndarray, momenta: np.ndarray) -> None:
         self._server.begin(shapes, _tensor(weights), _tensor(momenta))
 
-    def push(self, rank: int, gradient: np.ndarray, lr: float) -> tuple[np.ndarray, int]:
-        weights, staleness = self._server.push(rank, _tensor(gradient), lr)
+    def push(self, rank: int, gradient: np.ndarray, share: float, lr: float) -> tuple[np.ndarray, int]:
+        weights, staleness = self._server.push(rank, _tensor(gradient), share, lr)
         return weights.numpy(), staleness
 
     def pull(self, rank: int) -> tuple[np.ndarray, np.ndarray]:

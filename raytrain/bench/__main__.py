@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raytrain.bench.comm_ranks import Ranks
     from raytrain.bench.report import Report
 
+PICTURES = (".png", ".svg", ".pdf")
 ON_HOSTS = ("workers_per_host", "deal", "rate", "find_rate")
 """Options of `comm` that need hosts whose links it shapes."""
 
@@ -63,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     tracker.add_argument("--steps", type=_positive, default=30, help="steps of each side in a round")
     comm = names.add_parser("comm", help="strategies of communication against DistributedDataParallel")
     comm.add_argument("recipe", nargs="*", metavar="section.key=value", help="what a worker computes")
-    comm.add_argument("--workers", type=_positive, help="on the Ray cluster; else all that it has room for")
+    comm.add_argument("--workers", type=_positive, help="on the Ray cluster; else one a GPU, or a node")
     comm.add_argument("--hosts", type=_positive, help="in network namespaces of this machine, in place of the cluster")
     comm.add_argument("--workers-per-host", type=_positive, help="processes on each of them, 1 by default")
     comm.add_argument("--deal", choices=["node", "round"], help="ranks host by host, as by default, or in turn")
@@ -83,6 +84,7 @@ def main(words: Sequence[str]) -> int:
         command.set_defaults(run=run)
     args = parser.parse_args(words)
     try:
+        _check_paths(args)
         _publish(args.run(args), args)
     except RaytrainError as error:
         print(f"raytrain: {error}", file=sys.stderr)
@@ -131,6 +133,8 @@ def _comm(args: argparse.Namespace) -> "Report":
         raise ConfigError(f"--{unfit[0].replace('_', '-')} is for --hosts; a cluster has the links that it has")
     if args.hosts is not None and args.workers is not None:
         raise ConfigError("--workers is for a Ray cluster; with --hosts it is --workers-per-host")
+    if args.rate and args.find_rate is not None:
+        raise ConfigError("--find-rate finds the rates; leave --rate out")
     rates = args.rate or (["unshaped", "1gbit"] if args.hosts else ["unshaped"])
     wanted = Wanted(
         rates=[None if rate == "unshaped" else rate for rate in rates],
@@ -148,8 +152,6 @@ def _comm(args: argparse.Namespace) -> "Report":
     with tracked(args.tracking, params) as store, _ranks(args) as (ranks, place):
         report = bench_comm(wanted, ranks, place)
         store(report)
-    if args.picture:
-        report.draw().savefig(args.picture, dpi=130)
     return report
 
 
@@ -170,12 +172,27 @@ def _ranks(args: argparse.Namespace) -> "Iterator[tuple[Ranks, str]]":
         yield ranks, f"{place} in network namespaces of one machine"
 
 
+def _check_paths(args: argparse.Namespace) -> None:
+    """Raises ConfigError where what is measured could not be written."""
+    paths = {name: Path(path) for name in ("json", "markdown", "picture") if (path := getattr(args, name, None))}
+    for name, path in paths.items():
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}")
+    if "picture" in paths and paths["picture"].suffix not in PICTURES:
+        raise ConfigError(f"--picture {paths['picture']}: its name must end in {', '.join(PICTURES)}")
+
+
 def _publish(report: "Report", args: argparse.Namespace) -> None:
     print(report.table())
     if args.json:
         report.write_json(args.json)
     if args.markdown:
         args.markdown.write_text(report.table() + "\n", encoding="utf-8")
+    if getattr(args, "picture", None):
+        from raytrain.bench.comm_report import CommReport
+
+        assert isinstance(report, CommReport)
+        report.draw().savefig(args.picture, dpi=130)
 
 
 def _words(text: str) -> list[str]:

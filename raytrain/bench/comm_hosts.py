@@ -86,6 +86,8 @@ class HostRanks(Ranks):
                 process.stdin.write(f"{line}\n")
                 process.stdin.flush()
             except BrokenPipeError:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()  # what is still in its buffer is lost, too
                 raise self._lost(rank, 0) from None
         return [json.loads(answer) for answer in self._answers(TRAIN_SECONDS if method == "train" else ANSWER_SECONDS)]
 
@@ -93,7 +95,9 @@ class HostRanks(Ranks):
         for host in self._hosts:
             host.shape(rate)
 
-    def sent_on_wire(self) -> float:
+    def sent_on_wire(self) -> float | None:
+        if len(self._hosts) == 1:
+            return None
         return sum(host.sent_bytes() for host in self._hosts) / len(self._hosts)
 
     def _answers(self, seconds: float) -> list[str]:

@@ -31,7 +31,7 @@ from raytrain.config import Config
 from raytrain.data.loader import Batch, StepBatches
 from raytrain.data.source import open_sources
 from raytrain.distributed import Runtime, resolve_precision, torchrun_runtime
-from raytrain.errors import RunError
+from raytrain.errors import ConfigError, RunError
 from raytrain.loop import AUTOCAST_DTYPES, apply, compute_gradients, train
 from raytrain.model import build_model
 from raytrain.monitor import Monitor
@@ -45,9 +45,11 @@ from raytrain.storage import Storage
 WORKLOAD = ("data.image_size=64", "train.micro_batch_size=48")
 """What a worker computes in a step, unless the recipe says otherwise."""
 CLASSES = 10
+STEPS_PER_EPOCH = 100
+"""As far as a schedule of the learning rate is concerned."""
+OWN_KEYS = ("comm.", "train.global_batch_size=", "scaling.num_workers=")
+"""How keys begin that the benchmark sets."""
 WARM_UP_STEPS = 2
-LEAD_IN_STEPS = 1
-"""Before those that are timed, with no pause between: what a step leaves to the next one is then paid for, too."""
 
 
 class Strategy(NamedTuple):
@@ -129,9 +131,15 @@ class Worker:
         self._side.finish()
         self._runtime.barrier()
 
-    def take(self, steps: int) -> dict[str, Any]:
-        """Takes steps by the strategy, and says what it has done, as the fields of `Turn`."""
-        side, timed_from = self._side, WARM_UP_STEPS + LEAD_IN_STEPS
+    def take(self, lead_in: int, steps: int) -> dict[str, Any]:
+        """Takes steps by the strategy, and says what it has done, as the fields of `Turn`.
+
+        Args:
+            lead_in: steps that are not timed. Those that are follow without a pause: so what a step leaves to the next
+                one is paid for.
+            steps: that are timed.
+        """
+        side, timed_from = self._side, WARM_UP_STEPS + lead_in
         assert side is not None
         sent = side.sent_bytes()
         side.take(range(WARM_UP_STEPS, timed_from))
@@ -141,7 +149,8 @@ class Worker:
         seconds, waited = _now(self._runtime) - start, side.waited()
         side.finish()
         self._runtime.barrier()
-        turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (LEAD_IN_STEPS + steps))
+        turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (lead_in + steps))
+        side.close()
         self._side = side = None
         gc.collect()  # what DistributedDataParallel and its hook hold of each other
         return turn._asdict()
@@ -169,9 +178,11 @@ class Worker:
             runtime.barrier()
         return progress.metrics["val/top1"]
 
-    def sent_on_wire(self) -> int:
-        """Bytes that this machine's interfaces have sent, but for the one to itself."""
-        return sum(nic.bytes_sent for name, nic in psutil.net_io_counters(pernic=True).items() if name != "lo")
+    def sent_on_wire(self, address: str) -> int:
+        """Bytes that this machine's interface of an address has sent."""
+        counters = psutil.net_io_counters(pernic=True)
+        names = [name for name, own in psutil.net_if_addrs().items() if address in {one.address for one in own}]
+        return sum(counters[name].bytes_sent for name in names)
 
 
 def main() -> None:
@@ -191,6 +202,8 @@ def make_config(name: str, recipe: Sequence[str], world_size: int) -> Config:
     Raises:
         ConfigError: there is something wrong with the words of the recipe.
     """
+    if unfit := [word for word in recipe if word.startswith(OWN_KEYS)]:
+        raise ConfigError(f"{unfit[0]}: the benchmark sets this; a recipe says what a worker computes")
     words = [*WORKLOAD, *recipe]
     images = next(word.partition("=")[2] for word in reversed(words) if word.startswith("train.micro_batch_size="))
     whole = int(images) * world_size if images.isdecimal() else images
@@ -234,7 +247,8 @@ class Raytrain:
         self._config, self._batch, self._runtime, self.images = config, batch, runtime, batch.count
         self._precision = resolve_precision(config.train.precision, runtime.device)
         self._state = TrainState(config, CLASSES, runtime, self._precision)
-        self._learning_rate = make_schedule(config, make_plan(config.train, 100 * config.train.global_batch_size))
+        plan = make_plan(config.train, STEPS_PER_EPOCH * config.train.global_batch_size)
+        self._learning_rate = make_schedule(config, plan)
 
     def take(self, steps: range) -> None:
         """Takes steps, of which the last may have left something under way."""
@@ -270,24 +284,27 @@ class Raytrain:
         """To other ranks, by arithmetic, since the beginning."""
         return self._state.reduction.sent_bytes
 
+    def close(self) -> None:
+        """Ends its process groups."""
+        self._state.reduction.close()
+
 
 class Bare:
     """The same network and optimizer, in torch's wrapping, and nothing else. All ranks must call its methods."""
 
     def __init__(self, config: Config, batch: Batch, runtime: Runtime, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self._config, self._batch, self.images = config, batch, batch.count
-        self._device, self._world_size, self._sent_bytes = runtime.device, runtime.world_size, 0.0
-        self._dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
+        self._world_size, self._sent_bytes = runtime.world_size, 0.0
+        dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
         model = build_model(config.model, config.data, CLASSES, config.run.seed).to(runtime.device)
-        self._model = wrap(model)
+        self._model = wrap(_InAutocast(model, runtime.device.type, dtype))
         self._optimizer = make_optimizer(model.parameters(), config.optim)
 
     def take(self, steps: range) -> None:
         """Takes steps."""
         for _ in steps:
             self._optimizer.zero_grad()
-            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
-                logits = self._model(self._batch.images)
+            logits = self._model(self._batch.images)
             smoothing = self._config.train.label_smoothing
             functional.cross_entropy(logits, self._batch.labels, label_smoothing=smoothing).backward()
             self._optimizer.step()
@@ -304,6 +321,21 @@ class Bare:
     def sent_bytes(self) -> float:
         """To other ranks, by arithmetic, since the beginning."""
         return self._sent_bytes
+
+    def close(self) -> None:
+        """It has no process group of its own."""
+
+
+class _InAutocast(nn.Module):
+    """A network that turns autocast on by itself, since DataParallel's threads know nothing of their caller's dtype."""
+
+    def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._model, self._device_type, self._dtype = model, device_type, dtype
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+            return self._model(images)
 
 
 def _now(runtime: Runtime) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from raytrain.bench.comm_rank import LEAD_IN_STEPS, REFERENCES, STRATEGIES, Turn
+from raytrain.bench.comm_rank import REFERENCES, STRATEGIES, Turn
 from raytrain.comm.predict import Computation, Sums, predict_step
 
 
@@ -30,9 +30,9 @@ class Probe(NamedTuple):
     world_size: int
 
     def step_seconds(self, name: str, world_size: int) -> float:
-        """Predicted, with a strategy, for so many workers on hosts like these."""
+        """Predicted, with a strategy, for so many workers on hosts like these, no fewer than these."""
         sums = self.sums[name]
-        return predict_step(self.computation, sums.over(max(2, -(-world_size * sums.ranks // self.world_size))))
+        return predict_step(self.computation, sums.over(-(-world_size * sums.ranks // self.world_size)))
 
 
 class Ranks(ABC):
@@ -59,25 +59,25 @@ class Ranks(ABC):
         """Bytes that a host has sent, mean over hosts; None where there is one host."""
 
     @contextmanager
-    def server(self, name: str) -> Iterator[Any]:
-        """The parameter server, where a strategy needs one."""
-        del name
+    def server(self, name: str, seed: int | None = None) -> Iterator[Any]:
+        """The parameter server, where a strategy needs one; with a seed for the digits."""
+        del name, seed
         yield None
 
     def turn(self, name: str, rate: str | None, steps: int) -> Measured:
         """Lets all train by a strategy, with links of a rate, for so many steps or what makes its cycles whole."""
         self.shape(rate)
-        cycle = (REFERENCES | STRATEGIES)[name].cycle
-        steps = -(-steps // cycle) * cycle
+        lead_in = (REFERENCES | STRATEGIES)[name].cycle
+        steps = -(-steps // lead_in) * lead_in
         with self.server(name) as server:
             self.ask("prepare", name, server)
             before = self.sent_on_wire()
-            turns = [Turn(**fields) for fields in self.ask("take", steps)]
+            turns = [Turn(**fields) for fields in self.ask("take", lead_in, steps)]
             after = self.sent_on_wire()
         waits = [turn.wait_seconds / turn.seconds for turn in turns if turn.wait_seconds is not None]
         return Measured(
             images_per_second=sum(turn.images / turn.seconds for turn in turns),
-            wire_bytes=None if before is None or after is None else (after - before) / (LEAD_IN_STEPS + steps),
+            wire_bytes=None if before is None or after is None else (after - before) / (lead_in + steps),
             sent_bytes=sum(turn.sent_bytes for turn in turns) / len(turns),
             wait_fraction=sum(waits) / len(waits) if waits else None,
         )
@@ -93,5 +93,5 @@ class Ranks(ABC):
     def top1(self, name: str, seed: int) -> float:
         """What a strategy comes to on the digits by quickstart's recipe."""
         self.shape(None)
-        with self.server(name) as server:
+        with self.server(name, seed) as server:
             return self.ask("train", name, seed, server)[0]

@@ -14,7 +14,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raytrain.bench.comm_rank import STRATEGIES, Worker, make_config
+from raytrain.bench.comm_rank import STRATEGIES, Worker, make_config, make_digits_config
 from raytrain.bench.comm_ranks import Measured, Ranks
 from raytrain.cluster import Allotment, allot, usable_nodes
 from raytrain.distributed import Runtime, torchrun_runtime
@@ -50,12 +50,7 @@ class RayRanks(Ranks):
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         seconds = TRAIN_SECONDS if method == "train" else ANSWER_SECONDS
-        try:
-            return ray.get([actor.ask.remote(method, *arguments) for actor in self._actors], timeout=seconds)
-        except ray.exceptions.GetTimeoutError:
-            raise WorkerError(f"the workers have not answered in {seconds} s") from None
-        except ray.exceptions.RayError as error:
-            raise WorkerError(f"a worker failed: {error}") from None
+        return _get([actor.ask.remote(method, *arguments) for actor in self._actors], seconds)
 
     def shape(self, rate: str | None) -> None:
         """Links of a real network have the rate they have."""
@@ -65,18 +60,31 @@ class RayRanks(Ranks):
         first = dict(zip(self._nodes, self._actors, strict=True))
         if len(first) == 1:
             return None
-        return sum(ray.get([actor.ask.remote("sent_on_wire") for actor in first.values()])) / len(first)
+        return sum(_get([actor.sent_on_wire.remote() for actor in first.values()], ANSWER_SECONDS)) / len(first)
 
     @contextmanager
-    def server(self, name: str) -> Iterator[Any]:
-        if not STRATEGIES.get(name, STRATEGIES["plain"]).needs_ray:
+    def server(self, name: str, seed: int | None = None) -> Iterator[Any]:
+        if name not in STRATEGIES or not STRATEGIES[name].needs_ray:
             yield None
             return
-        server = start_server(make_config(name, self._recipe, self.world_size))
+        if seed is None:
+            config = make_config(name, self._recipe, self.world_size)
+        else:
+            config = make_digits_config(name, seed, self.world_size)
+        server = start_server(config)
         try:
             yield server
         finally:
             ray.kill(server)
+
+
+def _get(answers: list[Any], seconds: float) -> list[Any]:
+    try:
+        return ray.get(answers, timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        raise WorkerError(f"the workers have not answered in {seconds} s") from None
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a worker failed: {error}") from None
 
 
 @contextmanager
@@ -84,7 +92,7 @@ def on_cluster(workers: int | None, recipe: Sequence[str]) -> Iterator[tuple[Ray
     """Workers on the cluster at RAY_ADDRESS, or on a Ray of this machine, and what they are in words.
 
     Args:
-        workers: how many; None: as many as there are GPUs, or else nodes and at least 2.
+        workers: how many; None: one a GPU, or where there are none one a node, but at least 2.
         recipe: what they compute, see `bench_comm`.
 
     Raises:
@@ -94,7 +102,7 @@ def on_cluster(workers: int | None, recipe: Sequence[str]) -> Iterator[tuple[Ray
     with connected():
         nodes = usable_nodes(ray.nodes())
         gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
-        count = workers or max(2, int(gpus) or len(nodes))
+        count = workers or int(gpus) or max(2, len(nodes))
         allotment = allot(make_config("plain", recipe, count).scaling, nodes)
         with on_ray(allotment, recipe) as ranks:
             each = ", ".join(f"{amount:g} {kind}" for kind, amount in allotment.resources.items())
@@ -131,10 +139,11 @@ def on_ray(allotment: Allotment, recipe: Sequence[str]) -> Iterator[RayRanks]:
             starts = [actor.begin.remote({**env, "RANK": str(rank)}, recipe) for rank, actor in enumerate(actors)]
             ray.get(starts, timeout=ANSWER_SECONDS)
             nodes, whole = [place.node for place in places], None
-            if len(gpus_of_one := [gpu for place in places if place.node == nodes[0] for gpu in place.gpus]) > 1:
+            all_gpus = [gpu for place in places for gpu in place.gpus]
+            if len(set(nodes)) == 1 and len(all_gpus) > 1:
                 here: Any = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
                 whole = ray.remote(num_cpus=0, scheduling_strategy=here)(_Actor).remote()
-                ray.get(whole.begin_with_all.remote(gpus_of_one, recipe), timeout=ANSWER_SECONDS)
+                ray.get(whole.begin_with_all.remote(all_gpus, recipe), timeout=ANSWER_SECONDS)
         except ray.exceptions.RayError as error:
             raise WorkerError(f"the workers cannot start: {error}") from None
         yield RayRanks(actors, nodes, recipe, whole)
@@ -149,8 +158,8 @@ class _Place(NamedTuple):
     address: str
     port: int
     """One that is free there."""
-    gpus: list[int]
-    """Those of its own."""
+    gpus: list[str]
+    """Those of its own, as CUDA_VISIBLE_DEVICES names them."""
 
 
 class _Actor:
@@ -160,7 +169,7 @@ class _Actor:
         """Where it is."""
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        node, gpus = ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
+        node, gpus = ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
         return _Place(node, ray.util.get_node_ip_address(), port, gpus)
 
     def begin(self, env: dict[str, str], recipe: Sequence[str]) -> None:
@@ -169,10 +178,14 @@ class _Actor:
         runtime = torchrun_runtime(use_gpu=bool(ray.get_gpu_ids()))
         self._worker = Worker(replace(runtime, node=ray.get_runtime_context().get_node_id()), recipe)
 
-    def begin_with_all(self, gpus: Sequence[int], recipe: Sequence[str]) -> None:
+    def begin_with_all(self, gpus: Sequence[str], recipe: Sequence[str]) -> None:
         """Takes GPUs, which belong to actors that wait meanwhile."""
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))  # which CUDA reads when it is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # which CUDA reads when it is first used
         self._worker = Worker(Runtime(device=torch.device("cuda", 0)), recipe)
+
+    def sent_on_wire(self) -> int:
+        """Bytes that the interface of its node's address in Ray has sent."""
+        return self._worker.sent_on_wire(ray.util.get_node_ip_address())
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the worker."""

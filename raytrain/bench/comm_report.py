@@ -185,7 +185,7 @@ def _columns(figures: Figures, rate: str | None, name: str, images_per_step: int
     ddp, alone = figures[rate, "ddp"], figures[None, "computation"]
     seconds = 0 if rate is None else 8 / bits_per_second(rate)
     waits = [turn.wait_fraction for turn in turns]
-    sizes = [turn.wire_bytes for turn in turns if turn.wire_bytes is not None]
+    sizes = [turn.wire_bytes for turn in turns if turn.wire_bytes]  # 0 where there is nobody to send to
     return columns | {
         "vs_ddp": [own.images_per_second / other.images_per_second for own, other in zip(turns, ddp, strict=True)],
         "lost_fraction": [

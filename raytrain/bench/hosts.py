@@ -94,7 +94,7 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(self._init, signal.SIGKILL)
         for process in (self._unshare, *self._commands):  # unshare ends when the last of the host's processes has
-            with process:
+            with suppress(BrokenPipeError), process:  # what it was not there to read
                 pass
 
     def cut(self) -> None:

@@ -18,6 +18,7 @@ from raytrain.comm.step import Outcome, Reduction, Totals
 from raytrain.comm.topology import nodes_of
 from raytrain.config import Config
 from raytrain.distributed import Runtime
+from raytrain.errors import ConfigError
 from raytrain.model import Classifier, StepBatchNorm
 from raytrain.optim import OnebitAdam
 
@@ -32,7 +33,11 @@ def make_reduction(
     optimizer: torch.optim.Optimizer,
     ema: AveragedModel | None,
 ) -> Reduction:
-    """The reduction that the config names. All ranks must call."""
+    """The reduction that the config names. All ranks must call.
+
+    Raises:
+        ConfigError: it does not work on this machine.
+    """
     nodes = [[rank] for rank in range(runtime.world_size)]
     if config.comm.topology == "hierarchical":
         nodes = nodes_of(runtime.gather(runtime.node), config.comm.workers_per_node)
@@ -41,6 +46,11 @@ def make_reduction(
     if config.comm.sync != "every_step":
         kind = LocalReduction if config.comm.sync == "local_sgd" else AsyncReduction
         return kind(config, model, batchnorm, runtime, nodes, optimizer, ema)
+    if config.comm.compression == "powersgd" and runtime.device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "comm.compression=powersgd on CPUs: torch's PowerSGD waits for a GPU where it sees one; hide it with "
+            "CUDA_VISIBLE_DEVICES= in the workers' environment"
+        )
     order = FlatOrder([parameter for parameter in model.parameters() if parameter.requires_grad])
     if isinstance(optimizer, OnebitAdam):
         compression = OnebitMomentum(order, optimizer, runtime.world_size)

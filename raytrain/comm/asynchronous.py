@@ -38,6 +38,8 @@ class PushOptimizer(torch.optim.Optimizer):
         self.state.update(like.state)
         self._server, self._rank, self.clock = server, rank, clock
         self._staleness: list[int] = []
+        self.share = 1.0
+        """This rank's images over those of the whole step; see `Server.push`."""
         self.sent_bytes = 0.0
         """What this rank has pushed."""
 
@@ -56,7 +58,7 @@ class PushOptimizer(torch.optim.Optimizer):
             return
         gradient = self._flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters])
         self.clock.start()
-        weights, staleness = self._server.push(self._rank, gradient, self.param_groups[0]["lr"])
+        weights, staleness = self._server.push(self._rank, gradient, self.share, self.param_groups[0]["lr"])
         self._put(self._parameters, weights)
         self.clock.stop()
         self.sent_bytes += gradient.nbytes
@@ -140,7 +142,8 @@ class AsyncReduction(LocalReduction):
         self._has_begun = False
 
     def _scale_gradients(self) -> None:
-        pass
+        """Leaves them: a server takes parts."""
+        self._optimizer.share = self._own_images / self._images
 
     def _average(self, weight: torch.Tensor) -> None:
         self._mean([self._batchnorm.running], weight)  # which also waits for the last push of each

@@ -145,6 +145,10 @@ class ExactReduction(Reduction):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._largest_before.copy_(state["largest"])
 
+    def close(self) -> None:
+        if self._topology is not None:
+            self._topology.close()
+
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Adds a gradient to the sums as soon as it is there, and lets it go."""
         assert parameter.grad is not None

@@ -111,6 +111,10 @@ class FloatReduction(Reduction):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._compression.load_state_dict(state)
 
+    def close(self) -> None:
+        if self._topology is not None:
+            self._topology.close()
+
     def _needs_lane(self, nodes: list[list[int]]) -> bool:
         """Whether sums are anything but DistributedDataParallel's own."""
         return not isinstance(self._compression, Uncompressed) or any(len(ranks) > 1 for ranks in nodes)

@@ -94,6 +94,11 @@ class LateReduction(FloatReduction):
             step, micro_batches, images = late["few"].tolist()
             self._last = _Flight(step, micro_batches, images, torch.cat(few), [gradient], [], [])
 
+    def close(self) -> None:
+        super().close()
+        if self._lane is not None:
+            self._all.close()
+
     def _hook(self, bucket: GradBucket) -> Future:
         done: Future = torch.futures.Future(
             devices=[self._runtime.device] if self._runtime.device.type == "cuda" else None

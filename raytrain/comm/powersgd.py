@@ -36,7 +36,7 @@ class PowerSGD(Compression):
         self._topology = topology
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        if self._topology is None:
+        if self._topology is None or self._topology.nodes == 1:  # since it was loaded nothing has been compressed
             return self._state
         device = next(iter(self._order.parameters)).device
         error = torch.zeros(self._order.size, device=device)

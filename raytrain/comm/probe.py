@@ -127,7 +127,7 @@ def _delay_of_work(runtime: Runtime) -> float:
     threads, done = torch.get_num_threads(), threading.Event()
 
     def multiply() -> None:
-        torch.set_num_threads(1)  # which each thread has its own of
+        torch.set_num_threads(1)  # for this thread, and those that are started later
         matrix = torch.zeros(256, 256)
         while not done.is_set():
             torch.mm(matrix, matrix)
@@ -141,6 +141,7 @@ def _delay_of_work(runtime: Runtime) -> float:
     done.set()
     for thread in busy:
         thread.join()
+    torch.set_num_threads(threads)
     processors = (time.process_time() - start_work) / (time.perf_counter() - start)
     return max(runtime.gather(min(max(threads + 1 - processors, 0.0), 1.0) / processors))
 

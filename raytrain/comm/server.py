@@ -17,8 +17,14 @@ class Server(Protocol):
         """Takes weights and momenta to go on from; forgets what was."""
         ...
 
-    def push(self, rank: int, gradient: torch.Tensor, lr: float) -> tuple[torch.Tensor, int]:
-        """Applies a rank's gradient, of the weights that it was given last.
+    def push(self, rank: int, gradient: torch.Tensor, share: float, lr: float) -> tuple[torch.Tensor, int]:
+        """Applies a rank's part of a step's gradient, of the weights that it was given last.
+
+        Args:
+            rank: whose it is.
+            gradient: the sum over its images over the images of the whole step.
+            share: its images over those of the whole step, above 0.
+            lr: of the step.
 
         Returns:
             The weights now, and how many gradients of others had been applied since the rank was given its own.
@@ -33,8 +39,10 @@ class Server(Protocol):
 class ParameterServer(Server):
     """Asynchronous SGD with delay compensation, DC-ASGD (Zheng 2017, arXiv 1609.08326). For one thread.
 
-    A gradient g of weights w_old comes when they have become w. In its place g + strength g g (w - w_old) is applied,
-    an estimate of the gradient at w.
+    A gradient g, the mean over a rank's images, of weights w_old comes when they have become w. In its place
+    g + strength g g (w - w_old) is applied, an estimate of the gradient at w. It counts, as does weight decay, by the
+    rank's share of its step: so the pushes of a step come to what a synchronous one does, if weights stood still.
+    Momentum fades with each push.
 
     Args:
         optim: the optimizer.
@@ -54,17 +62,19 @@ class ParameterServer(Server):
             parameter.grad = gradient
             if self._optim.momentum:
                 self._optimizer.state[parameter]["momentum_buffer"] = momentum
+        self._decays = [group["weight_decay"] for group in self._optimizer.param_groups]
         self._updates = 0
+        self._start = weights.clone()
         self._given: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def push(self, rank: int, gradient: torch.Tensor, lr: float) -> tuple[torch.Tensor, int]:
-        updates, given = self._given.get(rank, (self._updates, self._weights))
+    def push(self, rank: int, gradient: torch.Tensor, share: float, lr: float) -> tuple[torch.Tensor, int]:
+        updates, given = self._given.get(rank, (0, self._start))
         staleness = self._updates - updates
         self._gradient.copy_(gradient)
         if staleness and self._strength:
-            self._gradient.addcmul_(gradient.square(), self._weights - given, value=self._strength)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            self._gradient.addcmul_(gradient.square(), self._weights - given, value=self._strength / share)
+        for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
+            group["lr"], group["weight_decay"] = lr, share * decay
         self._optimizer.step()
         self._updates += 1
         self._given[rank] = self._updates, self._weights.clone()

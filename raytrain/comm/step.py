@@ -89,6 +89,9 @@ class Reduction(ABC):
     def after_update(self) -> None:  # noqa: B027 - most have nothing to do
         """Called when the gradient has been applied. All ranks must call."""
 
+    def close(self) -> None:  # noqa: B027 - not all have any
+        """Ends its process groups, when nothing is under way. All ranks must call."""
+
     @property
     def sent_bytes(self) -> float:
         """Bytes that this rank has sent to others for gradients since it was constructed, by arithmetic."""

@@ -8,6 +8,7 @@ from raytrain.bench.__main__ import main
 from raytrain.bench.comm import Wanted, bench_comm
 from raytrain.bench.comm_rank import STRATEGIES, Worker, make_digits_config
 from raytrain.bench.comm_ranks import Measured, Probe, Ranks
+from raytrain.bench.comm_report import CommReport
 from raytrain.comm.predict import Computation, Sums
 from raytrain.distributed import Runtime
 from raytrain.errors import ConfigError
@@ -94,6 +95,20 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     assert "| median (min - max) | efficiency on 4 workers | efficiency on 16 workers |" in found.table()
 
 
+def test_what_one_host_sends_is_no_rate(tmp_path):
+    """Nothing leaves it, and so no link limits it."""
+    figures = {(None, "computation"): [Measured(4.0, 0.0, 0.0, None)], (None, "ddp"): [Measured(4.0, 0.0, 0.0, None)]}
+    figures |= {("1gbit", name): [Measured(4.0, 0.0, 0.0, None)] for name in ("ddp", "plain")}
+    found = CommReport.of(figures, ("plain",), (), (), {}, {}, images_per_step=8)
+    assert "lets through" not in found.table()
+    found.store(tmp_path)
+
+
+def test_larger_clusters_are_predicted_and_no_smaller_ones():
+    with pytest.raises(ConfigError, match=r"--predict 2: larger clusters than this one of 4 worker"):
+        report(predict=(8, 2))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 16])
 def test_the_digits_are_trained_by_quickstart_s_batch(world_size):
     config = make_digits_config("onebit", 2, world_size)
@@ -111,7 +126,7 @@ def test_more_workers_than_micro_batches_are_refused():
 def test_a_worker_takes_turns(name):
     worker = Worker(Runtime(), ("model.name=shufflenet_v2_x0_5", "data.image_size=32", "train.micro_batch_size=2"))
     worker.prepare(name)
-    turn = worker.take(3)
+    turn = worker.take(1, 3)
     assert turn["images"] == 6
     assert turn["seconds"] > 0
     assert turn["sent_bytes"] == 0
@@ -127,6 +142,17 @@ def test_a_worker_takes_turns(name):
         (["--hosts", "2", "--strategies", "fp8"], f"no strategy fp8; there are {', '.join(STRATEGIES)}"),
         (["--hosts", "2", "--strategies", "async"], "async needs a parameter server"),
         (["optim.lr=1"], "optim.lr"),
+        (["--hosts", "2", "--rate", "0mbit"], "a link of 0mbit lets nothing through"),
+        (["--hosts", "2", "--rate", "1gbit", "--find-rate", "0.8"], "leave --rate out"),
+        (["--hosts", "2", "--find-rate", "5"], "between 0 and 1"),
+        (["--hosts", "2", "--picture", "missing/a.png"], "there is no folder missing"),
+        (["--hosts", "2", "--picture", "a.txt"], "must end in .png"),
+        (["--json", "missing/a.json"], "there is no folder missing"),
+        (["comm.compression=fp16"], "comm.compression=fp16: the benchmark sets this"),
+        (["train.global_batch_size=4"], "train.global_batch_size=4: the benchmark sets this"),
+        (["model.name=nonesuch"], "nonesuch"),
+        (["train.max_steps=10", "schedule.warmup_epochs=5"], "schedule.warmup_epochs"),
+        (["optim.name=adamw", "--strategies", "plain,async"], "async"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, words, message):

@@ -46,20 +46,21 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("strength", [0.0, 0.5])
 def test_late_gradients_are_compensated_by_how_far_the_weights_have_moved(strength):
-    """DC-ASGD: g + lambda g g (w - w_old), then Nesterov's momentum; vectors have no weight decay."""
+    """DC-ASGD: g + lambda g g (w - w_old), then Nesterov's momentum; vectors have no weight decay.
+
+    What comes is a third of g, or two. Nobody has pulled before the first push.
+    """
     rng = np.random.default_rng(0)
     start, gradients = rng.normal(size=10).astype(np.float32), rng.normal(size=(5, 10)).astype(np.float32)
     server = ParameterServer(Optim(name="sgd", **SGD), strength)
     server.begin(SHAPES, torch.from_numpy(start), torch.zeros(10))
     weights, momentum, decay = start.astype(np.float64), np.zeros(10), np.array([0.01] * 6 + [0.0] * 4)
     given = {0: (0, weights), 1: (0, weights)}
-    for rank in (0, 1):
-        server.pull(rank)
     for updates, (rank, gradient) in enumerate(zip([0, 0, 1, 0, 1], gradients, strict=True)):
-        lr = 0.1 / (updates + 1)
-        got, staleness = server.push(rank, torch.from_numpy(gradient), lr)
+        lr, share = 0.1 / (updates + 1), (1 + rank) / 3
+        got, staleness = server.push(rank, share * torch.from_numpy(gradient), share, lr)
         assert staleness == updates - given[rank][0]
-        applied = gradient + strength * gradient**2 * (weights - given[rank][1]) + decay * weights
+        applied = share * (gradient + strength * gradient**2 * (weights - given[rank][1]) + decay * weights)
         momentum = 0.9 * momentum + applied
         weights = weights - lr * (applied + 0.9 * momentum)
         given[rank] = updates + 1, weights
