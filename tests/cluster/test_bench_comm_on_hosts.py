@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,11 +50,17 @@ def test_strategies_on_a_cluster(tmp_path):
 
 def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "raytrain.bench", "comm", *RECIPE, "--hosts", "2", "--strategies", "plain"]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    env, before = {**os.environ, "TMPDIR": str(tmp_path)}, networks()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("round 1/5: computation")
         assert list(tmp_path.glob("raytrain-bench-*"))
+        assert networks() - before
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+    assert networks() <= before
+
+
+def networks():
+    return {path.name for folder in ("/run/netns", "/sys/class/net") for path in Path(folder).glob("rt*")}

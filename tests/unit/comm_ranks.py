@@ -119,13 +119,18 @@ def run_cases(runtime, folder):
                 torch.save(seen[name]["state"], folder / f"{name}-{runtime.world_size}.pt")
     if runtime.world_size == 4:
         seen["resnet18"] = abort_or_not(runtime)
+        one_node = make_config(data__image_size=SIZE, **PAIRS | POWERSGD | {"comm__workers_per_node": 4})
+        before = torch.load(folder / "powersgd-2.pt")
+        seen["powersgd_on_one_node"] = before, follow(runtime, one_node, before)["state"]
     return seen
 
 
-def follow(runtime, config):
-    """Each step's reduced gradient under a config; the weights stay what they are."""
+def follow(runtime, config, before=None):
+    """Each step's reduced gradient under a config, perhaps from a state on; the weights stay what they are."""
     with tiny_models(), recorded_buckets() as buckets:
         state = TrainState(config, CLASSES, runtime, "fp32")
+    if before is not None:
+        state.reduction.load_state_dict(before)
     gradients, steps, losses, statistics, layouts, momenta, scales = [], [], [], [], [], [], []
 
     def take(outcome):

@@ -171,6 +171,14 @@ def test_state_is_kept_when_the_number_of_ranks_changes(name):
                 assert_same_state(*moved[name, origin], exact=3 not in (origin, world_size))
 
 
+def test_powersgds_state_is_kept_where_there_is_nothing_to_compress():
+    """Two nodes have become one, whose ranks sum without compression."""
+    for rank in outcomes()[4]:
+        before, after = rank["powersgd_on_one_node"]
+        assert {"error", "step"} < before.keys()
+        assert_same_state(before, after, exact=True)
+
+
 def test_onebits_errors_are_not_nothing():
     for world_size in (2, 3, 4):
         errors = [np.abs(tensor.numpy()).max() for tensor in outcomes()[world_size][0]["onebit"]["state"].values()]

@@ -116,7 +116,8 @@ def assert_same_bits(one, two):
             assert ours.keys() == theirs.keys()
             assert [key for key in ours if not ours[key].equal(theirs[key])] == []
     ours, theirs = checkpoint.load_training(at(one)), checkpoint.load_training(at(two))
-    momenta = [[value["momentum_buffer"] for value in t["optimizer"]["state"].values()] for t in (ours, theirs)]
+    key = "exp_avg" if "exp_avg" in ours["optimizer"]["state"][0] else "momentum_buffer"
+    momenta = [[value[key] for value in t["optimizer"]["state"].values()] for t in (ours, theirs)]
     assert all(a.equal(b) for a, b in zip(*momenta, strict=True))
     assert ours["ema_updates"] == theirs["ema_updates"]
     ours, theirs = (checkpoint.load_state(at(path)) for path in (one, two))
