@@ -177,7 +177,8 @@ def everything(runtime, folder):
 
 def short_run(**overrides):
     """Of a smaller network, as bits are compared, whatever computes them."""
-    return make_config(model__name="shufflenet_v2_x0_5", train__epochs=2, train__ema_decay=0.9, **overrides)
+    sizes = {"model__name": "shufflenet_v2_x0_5", "optim__base_lr": 1e-4, "train__epochs": 2, "train__ema_decay": 0.9}
+    return make_config(**sizes | overrides)
 
 
 @pytest.fixture(scope="module")
