@@ -11,16 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from raytrain.bench.comm_ranks import Ranks
+from raytrain.bench.comm_ranks import Ranks, patience
 from raytrain.bench.hosts import Host, cluster_of, environment, why_not
 from raytrain.distributed import available_cores
 from raytrain.errors import ResourceError, WorkerError
 
 PORT = 29500
-ANSWER_SECONDS = 600
-"""How long a turn may take, or the ranks' start."""
-TRAIN_SECONDS = 7200
-"""How long a training on the digits may take."""
 Deal = Literal["node", "round"]
 
 
@@ -89,7 +85,7 @@ class HostRanks(Ranks):
                 with suppress(BrokenPipeError):
                     process.stdin.close()  # what is still in its buffer is lost, too
                 raise self._lost(rank, 0) from None
-        return [json.loads(answer) for answer in self._answers(TRAIN_SECONDS if method == "train" else ANSWER_SECONDS)]
+        return [json.loads(answer) for answer in self._answers(patience(method))]
 
     def shape(self, rate: str | None) -> None:
         for host in self._hosts:

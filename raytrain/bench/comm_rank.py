@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from raytrain.comm.compression import Half, Uncompressed
-from raytrain.comm.probe import measure_computation, measure_sums
+from raytrain.comm.probe import measure_computation, measure_delay, measure_sums, now
 from raytrain.comm.topology import Topology, nodes_of
 from raytrain.commandline import parse
 from raytrain.config import Config
@@ -144,9 +143,9 @@ class Worker:
         sent = side.sent_bytes()
         side.take(range(WARM_UP_STEPS, timed_from))
         side.waited()
-        start = _now(self._runtime)
+        start = now(self._runtime.device)
         side.take(range(timed_from, timed_from + steps))
-        seconds, waited = _now(self._runtime) - start, side.waited()
+        seconds, waited = now(self._runtime.device) - start, side.waited()
         side.finish()
         self._runtime.barrier()
         turn = Turn(seconds, steps * side.images, waited, (side.sent_bytes() - sent) / (lead_in + steps))
@@ -158,6 +157,7 @@ class Worker:
     def probe(self) -> dict[str, Any]:
         """What `comm.predict` needs of the strategies in PREDICTED, as the fields of its tuples."""
         runtime, sums = self._runtime, {}
+        delay = measure_delay(runtime)
         config = make_config("plain", self._recipe, runtime.world_size)
         dtype = AUTOCAST_DTYPES.get(resolve_precision(config.train.precision, runtime.device))
         for name, compression in PREDICTED.items():
@@ -165,7 +165,7 @@ class Worker:
             nodes = nodes_of(runtime.gather(runtime.node if hierarchical else runtime.rank), None)
             if len(nodes) > 1:  # else nothing goes over the network
                 topology = Topology(nodes, runtime.rank)
-                sums[name] = asdict(measure_sums(topology, compression, runtime, len(nodes)))
+                sums[name] = asdict(measure_sums(topology, compression, runtime, len(nodes), delay))
                 topology.close()
         return {"computation": asdict(measure_computation(config, CLASSES, runtime, dtype)), "sums": sums}
 
@@ -336,12 +336,6 @@ class _InAutocast(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
             return self._model(images)
-
-
-def _now(runtime: Runtime) -> float:
-    if runtime.device.type == "cuda":
-        torch.cuda.synchronize(runtime.device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,14 @@ from typing import Any, NamedTuple
 from raytrain.bench.comm_rank import REFERENCES, STRATEGIES, Turn
 from raytrain.comm.predict import Computation, Sums, predict_step
 
+ANSWER_SECONDS, TRAIN_SECONDS = 600, 7200
+"""How long a turn may take or the workers' start, and a training on the digits."""
+
+
+def patience(method: str) -> int:
+    """Seconds that a method of `comm_rank.Worker` may take."""
+    return TRAIN_SECONDS if method == "train" else ANSWER_SECONDS
+
 
 class Measured(NamedTuple):
     """A turn, over all ranks."""

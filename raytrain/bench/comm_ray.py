@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raytrain.bench.comm_rank import STRATEGIES, Worker, make_config, make_digits_config
-from raytrain.bench.comm_ranks import Measured, Ranks
+from raytrain.bench.comm_ranks import ANSWER_SECONDS, Measured, Ranks, patience
 from raytrain.cluster import Allotment, allot, usable_nodes
 from raytrain.distributed import Runtime, torchrun_runtime
 from raytrain.errors import ResourceError, WorkerError
@@ -23,10 +23,6 @@ from raytrain.launch import connected
 from raytrain.remote import RemoteServer, start_server
 
 PLACE_SECONDS = 60
-ANSWER_SECONDS = 600
-"""How long a turn may take, or the workers' start."""
-TRAIN_SECONDS = 7200
-"""How long a training on the digits may take."""
 
 
 class RayRanks(Ranks):
@@ -49,8 +45,7 @@ class RayRanks(Ranks):
         return super().turn(name, rate, steps)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        seconds = TRAIN_SECONDS if method == "train" else ANSWER_SECONDS
-        return _get([actor.ask.remote(method, *arguments) for actor in self._actors], seconds)
+        return _get([actor.ask.remote(method, *arguments) for actor in self._actors], patience(method))
 
     def shape(self, rate: str | None) -> None:
         """Links of a real network have the rate they have."""

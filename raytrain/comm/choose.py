@@ -4,7 +4,7 @@ import torch
 
 from raytrain.comm.compression import Compression, Half, Uncompressed
 from raytrain.comm.predict import predict_step
-from raytrain.comm.probe import measure_computation, measure_sums
+from raytrain.comm.probe import measure_computation, measure_delay, measure_sums
 from raytrain.comm.topology import Topology, nodes_of
 from raytrain.config import Config
 from raytrain.distributed import Runtime
@@ -36,12 +36,12 @@ def choose_strategy(
     compressions: dict[str, Compression] = {"none": Uncompressed()}
     if config.comm.auto_bf16:
         compressions["bf16"] = Half(torch.bfloat16)
-    computation = measure_computation(config, num_classes, runtime, dtype)
+    computation, delay = measure_computation(config, num_classes, runtime, dtype), measure_delay(runtime)
     predicted: dict[tuple[str, str], float] = {}
     for name, ranks in topologies.items():
         topology = Topology(ranks, runtime.rank)
         for kind, compression in compressions.items():
-            sums = measure_sums(topology, compression, runtime, len(ranks))
+            sums = measure_sums(topology, compression, runtime, len(ranks), delay)
             predicted[name, kind] = predict_step(computation, sums)
         topology.close()
     plain = predicted["flat", "none"]

@@ -52,7 +52,7 @@ def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtyp
     ready: list[tuple[float, int]] = []
 
     def keep(_: object, bucket: GradBucket) -> Future:
-        ready.append((_now(device), bucket.buffer().nbytes))
+        ready.append((now(device), bucket.buffer().nbytes))
         done: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         done.set_result(bucket.buffer())
         return done
@@ -64,22 +64,22 @@ def measure_computation(config: Config, num_classes: int, runtime: Runtime, dtyp
     spans: list[list[float]] = []
     for _ in range(STEPS):
         ready.clear()
-        start = _now(device)
+        start = now(device)
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = functional.cross_entropy(parallel(images), labels)
-        middle = _now(device)
+        middle = now(device)
         loss.backward()
-        end = _now(device)
+        end = now(device)
         optimizer.step()
         optimizer.zero_grad()
-        spans.append([middle - start, end - middle, _now(device) - end, *(when - middle for when, _ in ready)])
+        spans.append([middle - start, end - middle, now(device) - end, *(when - middle for when, _ in ready)])
     slowest = [max(figures) for figures in zip(*runtime.gather(_medians(spans[STEPS // 2 :])), strict=True)]
     forward, backward, update = slowest[:3]
     buckets = tuple(zip(slowest[3:], [size for _, size in ready], strict=True))
     return Computation(own * forward + (own - 1) * backward, backward, update, buckets)
 
 
-def measure_sums(topology: Topology, compression: Compression, runtime: Runtime, ranks: int) -> Sums:
+def measure_sums(topology: Topology, compression: Compression, runtime: Runtime, ranks: int, delay: float) -> Sums:
     """Times sums of two sizes, on the clock and on the processors. All ranks must call.
 
     Args:
@@ -87,6 +87,7 @@ def measure_sums(topology: Topology, compression: Compression, runtime: Runtime,
         compression: what goes over the wire. It must keep no state.
         runtime: this process.
         ranks: in the ring whose links are the slowest.
+        delay: what `measure_delay` says.
     """
     small, large = (
         Bucket(0, torch.zeros(size // 4, device=runtime.device), [], is_last=True) for size in (SMALL, LARGE)
@@ -101,8 +102,7 @@ def measure_sums(topology: Topology, compression: Compression, runtime: Runtime,
     inside = (0.0, 0.0, 0.0)
     if ranks < runtime.world_size:  # the same on all of them
         inside = line(lambda bucket: topology.sum(bucket.tensor, lambda *_: None))
-    delay = work * _delay_of_work(runtime) if runtime.device.type == "cpu" else 0.0
-    return Sums(ranks, latency, slope, delay, min(inside[0], latency), min(inside[1], slope))
+    return Sums(ranks, latency, slope, work * delay, min(inside[0], latency), min(inside[1], slope))
 
 
 def _time(call: Callable[[], None], runtime: Runtime) -> tuple[float, float]:
@@ -111,19 +111,21 @@ def _time(call: Callable[[], None], runtime: Runtime) -> tuple[float, float]:
     spans = []
     for _ in range(REPEATS):
         runtime.barrier()
-        start, start_work = _now(runtime.device), time.process_time()
+        start, start_work = now(runtime.device), time.process_time()
         call()
-        spans.append([_now(runtime.device) - start, time.process_time() - start_work])
+        spans.append([now(runtime.device) - start, time.process_time() - start_work])
     seconds, work = (max(figures) for figures in zip(*runtime.gather(_medians(spans)), strict=True))
     return seconds, work
 
 
-def _delay_of_work(runtime: Runtime) -> float:
-    """Seconds by which a processor second of another thread delays this process's computation; of the slowest rank.
+def measure_delay(runtime: Runtime) -> float:
+    """Seconds by which a processor second of another thread delays a rank's computation; of the slowest rank.
 
-    0 where there is a processor for it, else 1 over the number of processors that this process gets, which others may
-    share.
+    All ranks must call. 0 on a GPU and where there is a processor for it, else 1 over the number of processors that
+    this process gets, which others may share.
     """
+    if runtime.device.type != "cpu":
+        return 0.0
     threads, done = torch.get_num_threads(), threading.Event()
 
     def multiply() -> None:
@@ -150,7 +152,8 @@ def _medians(rows: list[list[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds on the clock, when a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

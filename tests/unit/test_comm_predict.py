@@ -91,8 +91,8 @@ def choose(runtime):
 def choose_given(runtime, times):
     """What is chosen where a byte takes so long, by (ranks in the ring, name of the compression)."""
 
-    def sums(topology, compression, runtime, ranks):
-        del topology, runtime
+    def sums(topology, compression, runtime, ranks, delay):
+        del topology, runtime, delay
         return Sums(ranks, 0.0, times[ranks, type(compression).__name__], 0.0)
 
     computation = Computation(0.1, 0.1, 0.1, ((0.1, 1000),))
