@@ -58,7 +58,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path):
         assert networks() - before
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("raytrain-*")) == []  # torch leaves an empty cache of its own
     assert networks() <= before
 
 
