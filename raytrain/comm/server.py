@@ -27,7 +27,8 @@ class Server(Protocol):
             lr: of the step.
 
         Returns:
-            The weights now, and how many gradients of others had been applied since the rank was given its own.
+            The weights now, until the rank's next call, and how many gradients of others had been applied since it was
+            given its own.
         """
         ...
 
@@ -68,17 +69,18 @@ class ParameterServer(Server):
         self._given: dict[int, tuple[int, torch.Tensor]] = {}
 
     def push(self, rank: int, gradient: torch.Tensor, share: float, lr: float) -> tuple[torch.Tensor, int]:
-        updates, given = self._given.get(rank, (0, self._start))
+        updates, given = self._given[rank] if rank in self._given else (0, self._start.clone())
         staleness = self._updates - updates
         self._gradient.copy_(gradient)
         if staleness and self._strength:
-            self._gradient.addcmul_(gradient.square(), self._weights - given, value=self._strength / share)
+            torch.sub(self._weights, given, out=given).mul_(gradient)
+            self._gradient.addcmul_(gradient, given, value=self._strength / share)
         for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
             group["lr"], group["weight_decay"] = lr, share * decay
         self._optimizer.step()
         self._updates += 1
-        self._given[rank] = self._updates, self._weights.clone()
-        return self._given[rank][1], staleness
+        self._given[rank] = self._updates, given.copy_(self._weights)
+        return given, staleness
 
     def pull(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._given[rank] = self._updates, self._weights.clone()
