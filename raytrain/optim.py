@@ -32,7 +32,8 @@ class OnebitAdam(torch.optim.Optimizer):
     """1-bit Adam (Tang 2021, arXiv 2102.02888): AdamW that freezes its variance, and so becomes linear in the gradient.
 
     For `freeze_step` steps it is AdamW. Then the variance stays what it is, bias correction included, and only the
-    momentum moves; with several workers `comm.momentum` then sums momenta in place of gradients, as signs.
+    momentum moves; with several workers `comm.momentum` then sums momenta in place of gradients, as signs. A weight that
+    has had no gradient by then, as of a unit that never fired, stays where it is: nothing says how far it may go.
     """
 
     EPS = 1e-8
@@ -53,9 +54,13 @@ class OnebitAdam(torch.optim.Optimizer):
         return self.param_groups[0]["step"] >= self._freeze_step
 
     def scale_of(self, parameter: torch.Tensor, step: int) -> torch.Tensor:
-        """What the momentum is divided by in the given step, counted from 1: of the parameter's shape, a copy."""
+        """What the momentum is divided by in the given step, counted from 1: of the parameter's shape, a copy.
+
+        Infinite where there was no gradient.
+        """
         correction = 1 - self.betas[1] ** min(step, self._freeze_step)
-        return self.state[parameter]["exp_avg_sq"].div(correction).sqrt_().add_(self.EPS)
+        variance = self.state[parameter]["exp_avg_sq"]
+        return variance.div(correction).sqrt_().add_(self.EPS).masked_fill_(variance == 0, torch.inf)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -32,7 +32,7 @@ class OnebitMomentum(Compression):
         scales = _flat([optimizer.scale_of(parameter, step) for parameter in bucket.parameters])
         bucket.tensor.mul_(1 - beta).add_(momenta, alpha=beta / self._world_size).div_(scales)
         self._onebit.sum(bucket, topology)
-        bucket.tensor.mul_(scales)
+        bucket.tensor.mul_(scales.masked_fill_(scales.isinf(), 0))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._onebit.state_dict()

@@ -14,14 +14,17 @@ FREEZE_STEP, STEPS, BETAS, DECAY = 4, 8, (0.9, 0.99), 0.1
 
 
 def steps_of(name):
-    """Weights after each of some steps of a matrix with random gradients; and those gradients."""
+    """Weights after each of some steps of a matrix with random gradients, the first row's only once it is frozen; and
+    those gradients.
+    """
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(5, 7))
     options = {"base_lr": 0.01, "betas": BETAS, "weight_decay": DECAY, "freeze_step": FREEZE_STEP}
     optimizer = make_optimizer([parameter], Optim(name=name, **options))
     weights, gradients = [parameter.detach().numpy().copy()], []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         parameter.grad = torch.randn(5, 7)
+        parameter.grad[0] *= step >= FREEZE_STEP
         gradients.append(parameter.grad.numpy().copy())
         optimizer.step()
         weights.append(parameter.detach().numpy().copy())
@@ -36,6 +39,7 @@ def test_it_is_adamw_until_it_freezes():
 
 
 def test_frozen_it_moves_by_the_momentum_over_the_variance_of_that_time():
+    """And not where there is none."""
     weights, gradients = steps_of("onebit_adam")
     momentum, variance = np.zeros((5, 7)), np.zeros((5, 7))
     for step, gradient in enumerate(gradients, start=1):
@@ -44,7 +48,7 @@ def test_frozen_it_moves_by_the_momentum_over_the_variance_of_that_time():
             variance = BETAS[1] * variance + (1 - BETAS[1]) * gradient**2
         corrected = variance / (1 - BETAS[1] ** min(step, FREEZE_STEP))
         want = weights[step - 1] * (1 - 0.01 * DECAY)
-        want -= 0.01 * momentum / (1 - BETAS[0] ** step) / (np.sqrt(corrected) + 1e-8)
+        want[1:] -= 0.01 * momentum[1:] / (1 - BETAS[0] ** step) / (np.sqrt(corrected[1:]) + 1e-8)
         np.testing.assert_allclose(weights[step], want, rtol=1e-5, atol=1e-6)
 
 
