@@ -298,11 +298,13 @@ class Comm(Section):
             )
         if self.auto_bf16 and self.strategy == "fixed":
             raise ValueError("comm.auto_bf16 is of comm.strategy=auto; set comm.compression=bf16 instead")
-        if self.warmup_steps and self.sync != "local_sgd":
-            raise ValueError(
-                f"comm.warmup_steps {self.warmup_steps} is of comm.sync=local_sgd, and comm.sync is {self.sync}; leave "
-                "it out"
-            )
+        self._refuse_without("sync", ["local_sgd"], "warmup_steps")
+        self._refuse_without("sync", ["local_sgd", "async"], "period")
+        self._refuse_without("sync", ["async"], "delay_compensation")
+        powersgd = "powersgd_rank", "powersgd_warm_start", "powersgd_start_step"
+        self._refuse_without("compression", ["powersgd"], *powersgd)
+        buckets = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
+        self._refuse_without("reduction", ["float"], *buckets)
         if self.workers_per_node is not None and self.topology == "flat" and self.strategy == "fixed":
             raise ValueError(
                 f"comm.workers_per_node {self.workers_per_node} is set, and comm.topology is flat, which knows no "
@@ -314,6 +316,14 @@ class Comm(Section):
         for key, value in needed.items():
             if getattr(self, key) != value:
                 raise ValueError(f"comm.{key} {getattr(self, key)} does not go with that: {reason}; set {key}={value}")
+
+    def _refuse_without(self, mode: str, values: list[str], *keys: str) -> None:
+        """Refuses keys that are not what they are by default, and that nothing reads in the present mode."""
+        for key in keys:
+            value, present = getattr(self, key), getattr(self, mode)
+            if present not in values and value != type(self).model_fields[key].default:
+                needed = f"comm.{mode}={' or '.join(values)}"
+                raise ValueError(f"comm.{key} {value} is of {needed}, and comm.{mode} is {present}; leave it out")
 
 
 class Elastic(Section):

@@ -32,8 +32,8 @@ class OnebitAdam(torch.optim.Optimizer):
     """1-bit Adam (Tang 2021, arXiv 2102.02888): AdamW that freezes its variance, and so becomes linear in the gradient.
 
     For `freeze_step` steps it is AdamW. Then the variance stays what it is, bias correction included, and only the
-    momentum moves; with several workers `comm.momentum` then sums momenta in place of gradients, as signs. A weight that
-    has had no gradient by then, as of a unit that never fired, stays where it is: nothing says how far it may go.
+    momentum moves; with several workers `comm.momentum` then sums momenta in place of gradients, as signs. A weight
+    that has had no gradient by then, as of a unit that never fired, stays where it is: nothing says how far it may go.
     """
 
     EPS = 1e-8
