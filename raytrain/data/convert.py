@@ -7,7 +7,6 @@ parts that are done, and the next one makes the others: the shards are the same 
 
 import hashlib
 import json
-import shutil
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -146,13 +145,22 @@ def write_part(part: Part, num_threads: int) -> Record:
 
 
 def finish(origin: Origin, parts: Sequence[Part], destination: Storage) -> Dataset:
-    """Makes the dataset whole, when all parts are done.
+    """Makes the dataset whole, when all parts are done, and removes what a killed process has left beside it.
 
     Raises:
         DataError: labels leave out a number, where there are no class names.
     """
     if destination.exists(DATASET_FILE):
-        return Dataset.from_json(destination.read(DATASET_FILE), destination.where(DATASET_FILE))
+        dataset = Dataset.from_json(destination.read(DATASET_FILE), destination.where(DATASET_FILE))
+    else:
+        dataset = _joined(origin, parts, destination)
+        destination.write(DATASET_FILE, dataset.to_json())
+    destination.delete_folder(PARTS)
+    destination.delete_unfinished()
+    return dataset
+
+
+def _joined(origin: Origin, parts: Sequence[Part], destination: Storage) -> Dataset:
     records = [read_record(destination, part.number) for part in parts]
     labels: Counter[int] = Counter()
     for record in records:
@@ -164,7 +172,7 @@ def finish(origin: Origin, parts: Sequence[Part], destination: Storage) -> Datas
             f"{origin.where}: {sample}: label {names[-1]} is out of range: there are {len(labels)} different labels, "
             f"so they are 0 to {len(labels) - 1}, unless class names are given"
         )
-    dataset = Dataset(
+    return Dataset(
         class_names=list(names),
         images=sum(labels.values()),
         images_per_class=[labels[number] for number in range(len(names))],
@@ -175,11 +183,6 @@ def finish(origin: Origin, parts: Sequence[Part], destination: Storage) -> Datas
         bytes_out=sum(record.bytes_out for record in records),
         made_from=_made_from(origin, parts[0].settings, parts[0].shard_bytes),
     )
-    destination.write(DATASET_FILE, dataset.to_json())
-    destination.delete_folder(PARTS)
-    for leftover in () if destination.is_remote else destination.path.glob(f"{_SCRATCH}*"):  # of who was killed
-        shutil.rmtree(leftover)
-    return dataset
 
 
 def read_record(destination: Storage, number: int) -> Record:

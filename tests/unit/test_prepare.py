@@ -568,6 +568,17 @@ def test_killed_after_random_times_and_run_again_gives_the_same_bytes(heavy, tmp
         assert stored(dst) == whole
 
 
+def test_killed_as_it_tidies_up_and_run_again_leaves_nothing_beside_the_shards(heavy, tmp_path):
+    words, whole = heavy
+    dst = tmp_path / "dst"
+    assert prepare(words[0], dst, *words[1:]) == 0
+    for leftover in ("train/.writing-removed-parts/plan", "val/parts/plan", "val/.writing-abc/shard.arrow"):
+        (dst / leftover).parent.mkdir()
+        (dst / leftover).write_bytes(b"left")
+    assert prepare(words[0], dst, *words[1:]) == 0
+    assert stored(dst) == whole
+
+
 @pytest.mark.parametrize("moment", ["workers start", "shards come"])
 def test_ctrl_c_ends_it_in_one_line_and_it_goes_on(heavy, tmp_path, moment):
     words, whole = heavy
