@@ -21,7 +21,8 @@ from pyarrow import fs
 from raytrain.errors import DataError, UserError
 
 COPY_BYTES = 2**23
-_TEMPORARY = ".writing-"
+TEMPORARY = ".writing-"
+"""How the name of what is not finished begins; `delete_unfinished` deletes such folders."""
 
 
 class StoredFile(NamedTuple):
@@ -231,7 +232,7 @@ class Storage:
                 for file in sorted(names, key=last.__eq__):
                     self._upload(Path(temporary) / file, f"{name}/{file}")
             return
-        temporary = self.path / f"{_TEMPORARY}{name}"
+        temporary = self.path / f"{TEMPORARY}{name}"
         try:
             with self._telling(name):
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -262,7 +263,7 @@ class Storage:
             if not self.is_remote:
                 # hidden first, so that one that is half removed is never taken for whole
                 folder = self.path / name
-                doomed = folder.with_name(f"{_TEMPORARY}removed-{folder.name}")
+                doomed = folder.with_name(f"{TEMPORARY}removed-{folder.name}")
                 shutil.rmtree(doomed, ignore_errors=True)
                 if folder.exists():
                     folder.rename(doomed)
@@ -275,7 +276,7 @@ class Storage:
     def delete_unfinished(self) -> None:
         """Deletes what a process that was killed in `new_folder` or `delete_folder` has left on this machine."""
         if not self.is_remote:
-            for leftover in self.path.glob(f"{_TEMPORARY}*"):
+            for leftover in self.path.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _upload(self, local: Path, name: str) -> None:

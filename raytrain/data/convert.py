@@ -19,14 +19,13 @@ from raytrain.data.origin import Origin, Piece, Sample
 from raytrain.data.shards import DATASET_FILE, Dataset, Shard, ShardWriter
 from raytrain.data.transcode import Settings, Stored, transcode
 from raytrain.errors import DataError
-from raytrain.storage import Storage
+from raytrain.storage import TEMPORARY, Storage
 
 PARTS = "parts"
 """The folder of records, which goes when the dataset is whole."""
 SMALL_PART_BYTES = 2**26
 MANY_PARTS = 64
 _PLAN = f"{PARTS}/plan"
-_SCRATCH = ".writing-"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def write_part(part: Part, num_threads: int) -> Record:
     first_by_label: dict[str, str] = {}
     bytes_in = bytes_out = 0
     writer: ShardWriter | None = None
-    with TemporaryDirectory(prefix=_SCRATCH, dir=_scratch(part.destination)) as folder:
+    with TemporaryDirectory(prefix=TEMPORARY, dir=_scratch(part.destination)) as folder:
         temporary = Path(folder) / "shard.arrow"
 
         def close(writer: ShardWriter) -> None:
@@ -193,7 +192,7 @@ def read_record(destination: Storage, number: int) -> Record:
 
 def bytes_under_way(destination: Storage) -> int:
     """Size of the shards that are being written, where they can be seen."""
-    folders = () if destination.is_remote else destination.path.glob(f"{_SCRATCH}*/*")
+    folders = () if destination.is_remote else destination.path.glob(f"{TEMPORARY}*/*")
     size = 0
     for path in folders:
         with suppress(FileNotFoundError):  # it has just been finished
