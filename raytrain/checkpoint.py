@@ -30,6 +30,8 @@ from raytrain.storage import Storage
 
 FORMAT_VERSION = 1
 PIECE_BYTES = 1 << 18
+BETTER = {"val/top1": 1, "val/top5": 1, "val/loss": -1}
+"""Whether a metric is better when it is greater, 1, or less, -1."""
 _MANIFEST = "manifest.json"
 _DTYPES = {
     torch.float64: "F64",
@@ -178,20 +180,20 @@ def saved(folder: Storage) -> list[Storage]:
     return [folder / name for name in names]
 
 
-def best(folder: Storage) -> Storage | None:
-    """The checkpoint with the greatest val/top1, the newest of equals, or None where none was evaluated."""
-    ranked = _by_score(folder)
+def best(folder: Storage, by: str = "val/top1") -> Storage | None:
+    """The checkpoint with the best value of a metric, the newest of equals, or None where none was evaluated."""
+    ranked = _by_score(folder, by)
     return ranked[-1] if ranked else None
 
 
-def prune(folder: Storage, keep_last: int, keep_best: int) -> None:
+def prune(folder: Storage, keep_last: int, keep_best: int, by: str = "val/top1") -> None:
     """Removes all but the newest `keep_last` and the best `keep_best`, those set aside, and what a kill has left.
 
     To be called where all that there are verify, as after `newest_valid` and after `save`. Called before and after each
     `save`, there are never more than `keep_last + keep_best + 1`.
     """
     paths = saved(folder)
-    keep = {*paths[-keep_last:], *_by_score(folder)[::-1][:keep_best]}
+    keep = {*paths[-keep_last:], *_by_score(folder, by)[::-1][:keep_best]}
     for path in paths:
         if path not in keep:
             folder.delete_folder(path.name, first=_MANIFEST)
@@ -210,15 +212,15 @@ def _delete_unfinished(folder: Storage) -> None:
                 folder.delete_folder(name)
 
 
-def _by_score(folder: Storage) -> list[Storage]:
-    scores = {path: score for path in saved(folder) if (score := _score(path)) is not None}
+def _by_score(folder: Storage, by: str) -> list[Storage]:
+    scores = {path: score for path in saved(folder) if (score := _score(path, by)) is not None}
     return sorted(scores, key=lambda path: (scores[path], path.name))
 
 
-def _score(path: Storage) -> float | None:
+def _score(path: Storage, by: str) -> float | None:
     try:
-        score = json.loads(path.read("state.json"))["metrics"]["val/top1"]
-        return score if math.isfinite(score) else None
+        score = json.loads(path.read("state.json"))["metrics"][by]
+        return score * BETTER[by] if math.isfinite(score) else None
     except (RunError, ValueError, KeyError, TypeError):  # not evaluated, or damaged
         return None
 

@@ -385,7 +385,9 @@ class Checkpoint(Section):
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=0)
-    """Checkpoints with the best val/top1 to keep, beside the newest."""
+    """Checkpoints with the best value of `best_by` to keep, beside the newest."""
+    best_by: Literal["val/top1", "val/top5", "val/loss"] = "val/top1"
+    """What the best checkpoint is the best by; the least loss, or the greatest accuracy."""
 
 
 class Tracking(Section):
@@ -397,6 +399,8 @@ class Tracking(Section):
     """Tracking server or store. None: MLFLOW_TRACKING_URI, else mlflow.db in the launch directory."""
     experiment: str = Field(default="raytrain", min_length=1)
     """MLflow experiment."""
+    log_checkpoints: bool = True
+    """Store the best and the last checkpoint there too."""
     system_metrics: bool = True
     """CPU, memory, disk, network and GPU use of rank 0's machine."""
     log_model: bool = True

@@ -82,7 +82,7 @@ def train(  # noqa: C901, PLR0915 - a loop is best read from top to bottom
 
     bad_images = BadImages.of_sets(config.data, sources)
     progress, every = state.progress, config.checkpoint
-    saver = Saver(folder, every.keep_last, every.keep_best, recorder.warn, before=recorder.flush)
+    saver = Saver(folder, every.keep_last, every.keep_best, recorder.warn, recorder.flush, best_by=every.best_by)
     steps = range(progress.step, plan.total_steps)
     batches = train_batches(
         sources.train,

@@ -61,8 +61,9 @@ def _finish(run: Run, tracked: tracking.TrackedRun, status: Status, warn: Warn) 
 
 
 def _log_files(run: Run, tracked: tracking.TrackedRun, warn: Warn) -> bool:
-    """The files of the run directory, and the best and the newest checkpoint."""
-    kept = {path for path in (best(run.checkpoints), *saved(run.checkpoints)[-1:]) if path is not None}
+    """The files of the run directory, and where they are wanted the best and the newest checkpoint."""
+    ends = (best(run.checkpoints, run.config.checkpoint.best_by), *saved(run.checkpoints)[-1:])
+    kept = {path for path in ends if path is not None and run.config.tracking.log_checkpoints}
     names = [name for name in (METRICS, EVENTS, BAD_IMAGES) if run.folder.exists(name)]
     if not run.folder.is_remote:
         folder = run.folder.path

@@ -35,6 +35,7 @@ class Saver:
         keep_best: best checkpoints to keep.
         warn: told of a write that failed, from the thread.
         before: called in the thread before a checkpoint becomes visible; must bring to the disk what belongs with it.
+        best_by: the metric that the best are the best by.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Saver:
         keep_best: int,
         warn: Warn,
         before: Callable[[], None] = lambda: None,
+        best_by: str = "val/top1",
     ) -> None:
-        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+        self._folder, self._keep = folder, (keep_last, keep_best, best_by)
         self._warn, self._before = warn, before
         self._copies: list[torch.Tensor | None] = []
         self._modest = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_give_way)
@@ -131,10 +133,10 @@ class Saver:
         try:
             self._before()
             if self._first:  # a process before this one may have been killed before it could
-                checkpoint.prune(self._folder, self._keep_last, self._keep_best)
+                checkpoint.prune(self._folder, *self._keep)
                 self._first = False
             checkpoint.save(self._folder, *content)
-            checkpoint.prune(self._folder, self._keep_last, self._keep_best)
+            checkpoint.prune(self._folder, *self._keep)
         except RunError as error:
             self._warn(str(error))
             raise

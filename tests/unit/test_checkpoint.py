@@ -294,6 +294,15 @@ def test_fewer_than_may_be_kept_are_all_kept(tmp_path, keep_best):
     assert steps(tmp_path) == ([2, 3, 4] if keep_best == 2 else [1, 2, 3, 4])
 
 
+def test_the_best_by_loss_is_that_with_the_least(tmp_path):
+    for step, loss in ((1, 0.7), (2, 0.2), (3, math.nan), (4, 0.9)):
+        state = {"metrics": {"val/top1": step / 10, "val/loss": loss}}
+        checkpoint.save(at(tmp_path), step, WEIGHTS, {}, state)
+    assert checkpoint.best(at(tmp_path), "val/loss").name == "step_00000002"
+    checkpoint.prune(at(tmp_path), keep_last=1, keep_best=1, by="val/loss")
+    assert steps(tmp_path) == [2, 4]
+
+
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     for step, top1 in ((1, 0.5), (2, math.nan), (3, 0.4), (4, None)):
         save(tmp_path, step, top1)

@@ -1,10 +1,14 @@
 """The run directory: whose it is, and which one a command line means."""
 
 import pytest
+import torch
+from mlflow import MlflowClient
 
+from raytrain import checkpoint
 from raytrain import run as runs
 from raytrain.commandline import parse
 from raytrain.errors import RunError
+from raytrain.results import finish
 
 FLAGS = frozenset({"--resume"})
 
@@ -57,3 +61,17 @@ def test_what_a_process_left_that_was_killed_before_a_run_had_begun_is_taken_ove
     with runs.claim(folder, resume=False):
         runs.start(config, folder, 1438, {}, pytest.fail)
     assert folder.exists("config.yaml")
+
+
+@pytest.mark.filterwarnings("ignore")  # in MLflow itself
+@pytest.mark.parametrize("wanted", [True, False])
+def test_checkpoints_go_to_mlflow_where_that_is_wanted(tmp_path, wanted):
+    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    config, folder = resolve(tmp_path, "run.name=one", store, f"tracking.log_checkpoints={str(wanted).lower()}")
+    with runs.claim(folder, resume=False):
+        run = runs.start(config, folder, 1438, {}, pytest.fail)
+        state = {"metrics": {"val/top1": 0.5}}
+        checkpoint.save(run.checkpoints, 45, {"model": {"fc.bias": torch.zeros(3)}}, {}, state)
+        assert finish(run, "KILLED", pytest.fail)
+    artifacts = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").list_artifacts(run.tracked.run_id)
+    assert ("checkpoints" in [one.path for one in artifacts]) == wanted

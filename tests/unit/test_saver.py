@@ -431,6 +431,15 @@ def test_a_damaged_one_that_was_set_aside_needs_no_room_of_its_own(tmp_path, new
     assert names(disk / "checkpoints") == ["step_00000016", "step_00000018", "step_00000020"]
 
 
+def test_the_best_is_kept_by_the_metric_that_is_asked_for(tmp_path, new_saver):
+    saver = new_saver(tmp_path, keep_last=1, keep_best=1, best_by="val/loss")
+    for step, loss in ((1, 0.7), (2, 0.2), (3, 0.9)):
+        metrics = {"val/top1": step / 10, "val/loss": loss}
+        saver.save(step, {"model": weights_of(step)}, training_of(step), {"metrics": metrics})
+        saver.finish()
+    assert steps(tmp_path) == [2, 3]
+
+
 def test_one_that_a_kill_kept_from_being_pruned_needs_no_room_of_its_own(tmp_path, new_disk, new_saver):
     """Killed between two renamings: there is one more than are to be kept, and the next start finds no more room."""
     save(other := new_saver(tmp_path / "other"), 1, **big(1))
