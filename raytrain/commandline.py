@@ -30,7 +30,7 @@ def parse(words: Sequence[str], default: str, flags: frozenset[str]) -> Request:
     """
     given = {word for word in words if word.startswith("-")}
     if unknown := sorted(given - flags):
-        raise ConfigError(f"unknown option {unknown[0]}{_nearest(unknown[0], flags)}; see --help")
+        raise ConfigError(f"unknown option {unknown[0]}{nearest(unknown[0], flags)}; see --help")
     names = [word for word in words if word not in given and "=" not in word]
     if len(names) > 1:
         raise ConfigError(f"one config at a time, not {' and '.join(names)}; overrides are section.key=value")
@@ -61,7 +61,7 @@ def find_config(name: str) -> Path:
         return Path(name)
     shipped = {path.stem: path for path in _shipped_folder().glob("*.yaml")}
     if name not in shipped:
-        hint = _nearest(name, shipped)
+        hint = nearest(name, shipped)
         raise ConfigError(
             f"no config named {name}{hint}; there are {', '.join(sorted(shipped))}, or give a path to a .yaml"
         )
@@ -175,7 +175,7 @@ def _override(word: str) -> tuple[str, Any]:
     dotted, _, text = word.partition("=")
     known = list(_known_keys())
     if dotted not in known:
-        raise ConfigError(f"unknown key {dotted}{_nearest(dotted, known)}; see --help")
+        raise ConfigError(f"unknown key {dotted}{nearest(dotted, known)}; see --help")
     try:
         value = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -193,7 +193,7 @@ def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, ove
     origin = "" if key in overrides else f" (in {where})"
     if fault["type"] == "extra_forbidden":
         known = [] if inside else list(_known_keys()) if len(location) > 1 else list(Config.model_fields)
-        return f"unknown key {dotted}{_nearest(dotted, known)}{origin}"
+        return f"unknown key {dotted}{nearest(dotted, known)}{origin}"
     message = fault["msg"].removeprefix("Value error, ")
     if len(location) < 2:  # a check over several keys, which its message names
         return f"{dotted}: {message}" if dotted else message
@@ -216,7 +216,7 @@ def _known_keys() -> Iterator[str]:
         yield from (f"{section}.{key}" for key in field.annotation.model_fields)
 
 
-def _nearest(word: str, known: Any) -> str:
+def nearest(word: str, known: Any) -> str:
     """', did you mean X?' or nothing. A key without its section is matched by its own name."""
     tails = {str(name).rsplit(".", 1)[-1]: str(name) for name in known}
     close = difflib.get_close_matches(word, [str(name) for name in known], 1) or [

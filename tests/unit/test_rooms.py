@@ -84,7 +84,7 @@ FLOORS = [
         "raytrain.sweep",
     },
 ]
-ROOMS_OF_SEVERAL_FILES = {"raytrain.tracking", "raytrain.bench"}
+ROOMS_OF_SEVERAL_FILES = {"raytrain.tracking", "raytrain.bench", "raytrain.sweep"}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ONLY_IN = {
@@ -105,7 +105,7 @@ ONLY_IN = {
     },
     "sklearn": {"raytrain.data.digits"},
     "rich": {"raytrain.console"},
-    "pydantic": {"raytrain.config", "raytrain.commandline"},
+    "pydantic": {"raytrain.config", "raytrain.commandline", "raytrain.sweep"},
 }
 
 

@@ -1,0 +1,1 @@
+"""A search over recipes: many runs of `fit`, compared, under one run in MLflow."""
