@@ -30,7 +30,7 @@ from raytrain.storage import Storage
 
 FORMAT_VERSION = 1
 PIECE_BYTES = 1 << 18
-BETTER = {"val/top1": 1, "val/top5": 1, "val/loss": -1}
+BETTER = {"val/top1": 1, "val/loss": -1}
 """Whether a metric is better when it is greater, 1, or less, -1."""
 _MANIFEST = "manifest.json"
 _DTYPES = {

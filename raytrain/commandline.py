@@ -102,15 +102,20 @@ def build(values: Mapping[str, Any], overrides: Mapping[str, Any], where: Path |
     Raises:
         ConfigError: names every key at fault, what is wrong with it, and the nearest known key.
     """
+    try:
+        return Config.model_validate(lay_over(values, overrides))
+    except ValidationError as error:
+        lines = [_explain(fault["loc"], fault, where, overrides) for fault in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def lay_over(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A copy of values by section and key, with others by dotted key in their place."""
     merged = {section: dict(keys) for section, keys in values.items()}
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
         merged.setdefault(section, {})[key] = value
-    try:
-        return Config.model_validate(merged)
-    except ValidationError as error:
-        lines = [_explain(fault["loc"], fault, where, overrides) for fault in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+    return merged
 
 
 def dump(config: Config) -> str:
@@ -173,7 +178,7 @@ def help_text(usage: str) -> str:
 
 def _override(word: str) -> tuple[str, Any]:
     dotted, _, text = word.partition("=")
-    known = list(_known_keys())
+    known = list(known_keys())
     if dotted not in known:
         raise ConfigError(f"unknown key {dotted}{nearest(dotted, known)}; see --help")
     try:
@@ -192,7 +197,7 @@ def _explain(location: tuple[int | str, ...], fault: Any, where: Path | str, ove
     dotted = ".".join([key, *inside])
     origin = "" if key in overrides else f" (in {where})"
     if fault["type"] == "extra_forbidden":
-        known = [] if inside else list(_known_keys()) if len(location) > 1 else list(Config.model_fields)
+        known = [] if inside else list(known_keys()) if len(location) > 1 else list(Config.model_fields)
         return f"unknown key {dotted}{nearest(dotted, known)}{origin}"
     message = fault["msg"].removeprefix("Value error, ")
     if len(location) < 2:  # a check over several keys, which its message names
@@ -209,7 +214,8 @@ def _takes_text(dotted: str) -> bool:
     return kind is str or str in get_args(kind)
 
 
-def _known_keys() -> Iterator[str]:
+def known_keys() -> Iterator[str]:
+    """Every key of a config, dotted."""
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, BaseModel)

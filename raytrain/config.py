@@ -386,8 +386,8 @@ class Checkpoint(Section):
     """Newest checkpoints to keep."""
     keep_best: int = Field(default=1, ge=0)
     """Checkpoints with the best value of `best_by` to keep, beside the newest."""
-    best_by: Literal["val/top1", "val/top5", "val/loss"] = "val/top1"
-    """What the best checkpoint is the best by; the least loss, or the greatest accuracy."""
+    best_by: Literal["val/top1", "val/loss"] = "val/top1"
+    """What the best checkpoint is the best by: the greatest accuracy, or the least loss."""
 
 
 class Tracking(Section):

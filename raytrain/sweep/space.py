@@ -97,9 +97,7 @@ Space = Mapping[str, Domain]
 
 def grid(space: Space) -> list[Params]:
     """Each combination of the values, those of the last key changing fastest. All domains must be lists."""
-    return [
-        dict(zip(space, values, strict=True)) for values in itertools.product(*(domain.of for domain in space.values()))
-    ]
+    return list(_product({key: domain.of for key, domain in space.items()}))
 
 
 def draw(space: Space, trials: int, seed: int) -> list[Params]:

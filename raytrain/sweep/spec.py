@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from raytrain.commandline import build, find_config, nearest, read_yaml
+from raytrain.commandline import build, find_config, known_keys, lay_over, nearest, read_yaml
 from raytrain.config import Config, Section
 from raytrain.errors import ConfigError
 from raytrain.sweep.space import Domain, Params, corners, draw, grid
@@ -37,7 +37,7 @@ class Sweep(Section):
 
     base: str = "quickstart"
     """Config that the trials change: the name of one that ships, or a path."""
-    metric: Literal["val/top1", "val/top5", "val/loss"] = "val/top1"
+    metric: Literal["val/top1", "val/loss"] = "val/top1"
     """What the trials are compared by."""
     mode: Literal["max", "min"] = "max"
     """Whether it is better when it is greater or less."""
@@ -91,10 +91,7 @@ def read_spec(name: str, overrides: Mapping[str, Any]) -> Spec:
         ConfigError: there is no such file, or a key or a value in it is at fault.
     """
     path = find_config(name)
-    file = read_yaml(path)
-    for dotted, value in overrides.items():
-        section, _, key = dotted.partition(".")
-        file.setdefault(section, {})[key] = value
+    file = lay_over(read_yaml(path), overrides)
     if "space" not in file:
         raise ConfigError(f"{path} is no sweep: it has no section `space`; a run's config is for raytrain.fit")
     sweep = _validate(lambda: Sweep.model_validate(file.pop("sweep", {})), "sweep", list(Sweep.model_fields), path)
@@ -105,14 +102,13 @@ def read_spec(name: str, overrides: Mapping[str, Any]) -> Spec:
         raise ConfigError(
             f"{ranges[0]} is a range, which a grid has no end of; set sweep.search=random, sweep.trials=N"
         )
-    fixed = read_yaml(find_config(sweep.base))
-    for section, keys in file.items():
-        fixed.setdefault(section, {}).update(keys)
-        if clash := sorted({f"{section}.{key}" for key in keys} & space.keys()):
-            raise ConfigError(
-                f"{clash[0]} is set for all trials and in the space too; take out one of them (in {path})"
-            )
-    return Spec(path.stem, sweep, space, fixed)
+    own = {f"{section}.{key}": value for section, keys in file.items() for key, value in keys.items()}
+    for key in own:
+        if key in space:
+            raise ConfigError(f"{key} is set for all trials and in the space too; take out one of them (in {path})")
+        if key in FIXED_KEYS and not key.startswith("run."):  # those of run are the sweep's own
+            raise ConfigError(f"{key} cannot be set for trials ({path}): {FIXED_KEYS[key]}")
+    return Spec(path.stem, sweep, space, lay_over(read_yaml(find_config(sweep.base)), own))
 
 
 def make_trials(spec: Spec) -> list[Params]:
@@ -146,16 +142,12 @@ def check_points(spec: Spec, check: Callable[[Config], object]) -> None:
 
 
 def _domain(key: str, value: Any, path: Path) -> Domain:
-    known = [f"{section}.{name}" for section, field in Config.model_fields.items() for name in _keys(field.annotation)]
+    known = list(known_keys())
     if key not in known:
         raise ConfigError(f"unknown key {key} in the space of {path}{nearest(key, known)}")
     if key in FIXED_KEYS:
         raise ConfigError(f"{key} cannot be in a space ({path}): {FIXED_KEYS[key]}")
     return _validate(lambda: Domain.model_validate(value), f"space.{key}", list(Domain.model_fields), path)
-
-
-def _keys(section: Any) -> list[str]:
-    return list(section.model_fields)
 
 
 def _validate(make: Callable[[], Any], where: str, known: list[str], path: Path) -> Any:

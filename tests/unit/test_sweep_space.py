@@ -129,6 +129,8 @@ def test_a_domain_at_fault_is_refused_by_its_key_and_file(tmp_path, kind, messag
         ({"sweep.metric": "val/loss"}, "sweep.mode max would look for the worst val/loss"),
         ({"sweep.base": "quickstrat"}, "did you mean quickstart"),
         ({"optim.base_lr": 0.1}, "optim.base_lr is set for all trials and in the space too"),
+        ({"scaling.num_workers": 2}, "scaling.num_workers cannot be set for trials .*sweep.workers"),
+        ({"checkpoint.best_by": "val/loss"}, "checkpoint.best_by cannot be set for trials .*sweep.metric"),
         ({f"space.{key}": None for key in SPACE}, "is empty"),
     ],
 )
